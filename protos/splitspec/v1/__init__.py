@@ -1,0 +1,1 @@
+"""Generated stubs of protos/splitspec/v1. Regenerate with `make protos`."""
