@@ -5,7 +5,7 @@ import warnings
 
 from splitspec.v1 import drafter_pb2 as splitspec_dot_v1_dot_drafter__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.80.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class DrafterStub:
+class DrafterStub(object):
     """Proposes tokens. Implement this one service to bring a drafter of your own.
     """
 
@@ -47,7 +47,7 @@ class DrafterStub:
                 _registered_method=True)
 
 
-class DrafterServicer:
+class DrafterServicer(object):
     """Proposes tokens. Implement this one service to bring a drafter of your own.
     """
 
@@ -87,7 +87,7 @@ def add_DrafterServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Drafter:
+class Drafter(object):
     """Proposes tokens. Implement this one service to bring a drafter of your own.
     """
 

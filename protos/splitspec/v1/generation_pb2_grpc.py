@@ -5,7 +5,7 @@ import warnings
 
 from splitspec.v1 import generation_pb2 as splitspec_dot_v1_dot_generation__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.80.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class GenerationStub:
+class GenerationStub(object):
     """What users call. Served by the coordinator.
     """
 
@@ -47,7 +47,7 @@ class GenerationStub:
                 _registered_method=True)
 
 
-class GenerationServicer:
+class GenerationServicer(object):
     """What users call. Served by the coordinator.
     """
 
@@ -87,7 +87,7 @@ def add_GenerationServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Generation:
+class Generation(object):
     """What users call. Served by the coordinator.
     """
 

@@ -99,7 +99,7 @@ class PrefillChunk(_message.Message):
     FINAL_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     final: bool
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., final: _Optional[bool] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., final: bool = ...) -> None: ...
 
 class VerifyWindow(_message.Message):
     __slots__ = ("pending_token_id", "draft_token_ids")

@@ -5,7 +5,7 @@ import warnings
 
 from splitspec.v1 import verifier_pb2 as splitspec_dot_v1_dot_verifier__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.80.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class VerifierStub:
+class VerifierStub(object):
     """Runs the target model, decides which draft tokens stand, keeps the target's KV cache.
     """
 
@@ -47,7 +47,7 @@ class VerifierStub:
                 _registered_method=True)
 
 
-class VerifierServicer:
+class VerifierServicer(object):
     """Runs the target model, decides which draft tokens stand, keeps the target's KV cache.
     """
 
@@ -88,7 +88,7 @@ def add_VerifierServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Verifier:
+class Verifier(object):
     """Runs the target model, decides which draft tokens stand, keeps the target's KV cache.
     """
 

@@ -1,0 +1,1 @@
+"""The coordinator: rounds, scheduling, text, and the API that users call. No torch."""

@@ -1,0 +1,1 @@
+"""The verifier: runs the target, decides which draft tokens stand, keeps the KV cache."""
