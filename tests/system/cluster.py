@@ -1,0 +1,172 @@
+"""Three real processes on unix sockets in one temporary folder, and a client for them.
+
+Every process is started in its own group and ended by its id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from splitspec.channels import CLIENT_OPTIONS
+from splitspec.v1 import generation_pb2 as pb
+from splitspec.v1 import generation_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+START_LIMIT_SECONDS = 300.0
+CALL_LIMIT_SECONDS = 120.0
+
+
+@dataclass
+class Answer:
+    """One finished generation."""
+
+    token_ids: list[int]
+    text: str
+    finish: pb.Finish
+
+
+@dataclass
+class Cluster:
+    """A verifier, a coordinator, and any number of drafters; `coordinator-NAME` talks to `NAME`."""
+
+    folder: Path
+    model: Path
+    verifier_flags: list[str]
+    cache_dir: Path
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    commands: dict[str, list[str]] = field(default_factory=dict)
+    channels: dict[str, grpc.Channel] = field(default_factory=dict)
+
+    def address(self, name: str) -> str:
+        """Return the socket that the process `name` serves on."""
+        return f"unix:{self.folder}/{name}.sock"
+
+    def start_verifier(self, name: str = "verifier") -> None:
+        """Start the verifier and wait until it serves."""
+        flags = ["--model", str(self.model), "--cache-dir", str(self.cache_dir)]
+        command = [sys.executable, "-m", "verifier_service", "serve", *flags, *self.verifier_flags]
+        self.start(name, [*command, "--address", self.address(name)])
+
+    def start_ngram(self, name: str = "ngram") -> None:
+        """Start the ngram drafter."""
+        command = [sys.executable, "-m", "drafter_service", "serve", "--draft", "ngram"]
+        self.start(name, [*command, "--address", self.address(name)])
+
+    def start_fake_drafter(self, kind: str, continuations: dict[tuple[int, ...], list[int]]) -> None:
+        """Start a drafter that knows the true continuations and drafts as `kind` says."""
+        file = self.folder / f"{kind}.json"
+        file.write_text(
+            json.dumps([{"prompt": list(k), "tokens": v} for k, v in continuations.items()])
+        )
+        command = [sys.executable, str(ROOT / "tests" / "drafters.py"), "--kind", kind]
+        self.start(
+            kind, [*command, "--continuations", str(file), "--address", self.address(kind)]
+        )
+
+    def start_coordinator(self, drafter: str | None, *flags: str) -> str:
+        """Start a coordinator for `drafter` (None: target-only) and return its name."""
+        name = f"coordinator-{drafter or 'target'}"
+        command = [sys.executable, "-m", "coordinator", "serve", "--model", str(self.model)]
+        command += ["--verifier", self.address("verifier"), "--cache-dir", str(self.cache_dir)]
+        if drafter is not None:
+            command += ["--drafter", self.address(drafter)]
+        self.start(name, [*command, "--address", self.address(name), *flags])
+        return name
+
+    def start(self, name: str, command: list[str]) -> None:
+        """Start (or restart) a process and wait until its health is SERVING."""
+        self.commands[name] = command
+        log = (self.folder / f"{name}.log").open("ab")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.processes[name] = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True
+        )
+        log.close()
+        self.wait_serving(name)
+
+    def restart(self, name: str) -> None:
+        """Start a process again as it was started first."""
+        self.start(name, self.commands[name])
+
+    def kill(self, name: str) -> None:
+        """End a process with SIGKILL, as a crash would, and reap it."""
+        process = self.processes.pop(name)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def log(self, name: str) -> str:
+        """Return what the process has printed."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def channel(self, name: str) -> grpc.Channel:
+        """Return a channel to the process, opened once."""
+        if name not in self.channels:
+            self.channels[name] = grpc.insecure_channel(self.address(name), options=CLIENT_OPTIONS)
+        return self.channels[name]
+
+    def wait_serving(self, name: str) -> None:
+        """Wait for health SERVING; a process that ended first is an error with its log."""
+        limit = time.monotonic() + START_LIMIT_SECONDS
+        stub = health_pb2_grpc.HealthStub(self.channel(name))
+        while time.monotonic() < limit:
+            if self.processes[name].poll() is not None:
+                raise RuntimeError(f"{name} ended at start: {self.log(name)[-2000:]}")
+            with suppress(grpc.RpcError):
+                reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            time.sleep(0.05)
+        raise TimeoutError(f"{name} does not serve: {self.log(name)[-2000:]}")
+
+    def stub(self, coordinator: str) -> generation_pb2_grpc.GenerationStub:
+        """Return a client of a coordinator."""
+        return generation_pb2_grpc.GenerationStub(self.channel(coordinator))
+
+    def generate(
+        self, coordinator: str, on_response: Callable[[int], None] | None = None, **fields: Any
+    ) -> Answer:
+        """Run one request; `on_response` is told how many tokens have come so far."""
+        ids: list[int] = []
+        text: list[str] = []
+        request = pb.GenerateRequest(**fields)
+        for reply in self.stub(coordinator).Generate(request, timeout=CALL_LIMIT_SECONDS):
+            ids.extend(reply.token_ids)
+            text.append(reply.text_delta)
+            if on_response is not None:
+                on_response(len(ids))
+            if reply.HasField("finish"):
+                return Answer(ids, "".join(text), reply.finish)
+        raise AssertionError("the stream ended without a finish")
+
+    def close(self) -> None:
+        """End everything."""
+        for channel in self.channels.values():
+            channel.close()
+        for name in list(self.processes):
+            self.kill(name)
+
+
+def running_cluster(
+    folder: Path, model: Path, verifier_flags: list[str], cache_dir: Path
+) -> Iterator[Cluster]:
+    """Yield a cluster with a verifier and the ngram drafter; end it whatever happens."""
+    cluster = Cluster(folder, model, verifier_flags, cache_dir)
+    try:
+        cluster.start_verifier()
+        cluster.start_ngram()
+        yield cluster
+    finally:
+        cluster.close()
