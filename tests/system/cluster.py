@@ -59,10 +59,10 @@ class Cluster:
         command = [sys.executable, "-m", "verifier_service", "serve", *flags, *self.verifier_flags]
         self.start(name, [*command, "--address", self.address(name)])
 
-    def start_ngram(self, name: str = "ngram") -> None:
+    def start_ngram(self, name: str = "ngram", *flags: str) -> None:
         """Start the ngram drafter."""
         command = [sys.executable, "-m", "drafter_service", "serve", "--draft", "ngram"]
-        self.start(name, [*command, "--address", self.address(name)])
+        self.start(name, [*command, "--address", self.address(name), *flags])
 
     def start_fake_drafter(self, kind: str, continuations: dict[tuple[int, ...], list[int]]) -> None:
         """Start a drafter that knows the true continuations and drafts as `kind` says."""

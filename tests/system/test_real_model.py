@@ -1,0 +1,62 @@
+"""The main job on SmolLM2-135M-Instruct as it ships: real prompts, the default precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from splitspec.errors import UserError
+from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
+
+from tests.system.cluster import Cluster, running_cluster
+
+pytestmark = pytest.mark.real_model
+MAX_TOKENS = 24
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "T 0.7 top-p 0.9": {"temperature": 0.7, "top_p": 0.9, "seed": 20},
+    "T 1.0": {"temperature": 1.0, "seed": 21},
+}
+
+
+@pytest.fixture(scope="module")
+def real_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cache = Path(DEFAULT_CACHE_DIR).expanduser()
+    try:
+        folder = model_folder("smollm2-135m", cache)
+    except UserError:
+        pytest.skip("smollm2-135m is not pulled; run: splitspec model pull smollm2-135m")
+    flags = ["--max-context-length", "1024", "--threads", "2"]
+    for cluster in running_cluster(tmp_path_factory.mktemp("r"), folder, flags, cache):
+        cluster.start_coordinator(None)
+        cluster.start_coordinator("ngram")
+        yield cluster
+
+
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+def test_l4_real_prompts_speculative_equals_target_only(
+    real_cluster: Cluster, prompts: list[str], sampling: str
+) -> None:
+    drafted = 0
+    for index, prompt in enumerate(prompts[:20]):
+        fields = {
+            "conversation": {"messages": [{"role": "user", "content": prompt}]},
+            "sampling": SAMPLINGS[sampling],
+            "max_tokens": MAX_TOKENS,
+        }
+        alone = real_cluster.generate("coordinator-target", **fields)
+        split = real_cluster.generate("coordinator-ngram", draft_count=1 + index % 7, **fields)
+        assert split.token_ids == alone.token_ids
+        assert split.text == alone.text
+        drafted += split.finish.statistics.draft_token_count
+    assert drafted > 0
+
+
+def test_the_answer_is_sensible_english(real_cluster: Cluster) -> None:
+    question = {"role": "user", "content": "What is the capital of France?"}
+    answer = real_cluster.generate(
+        "coordinator-ngram", conversation={"messages": [question]}, max_tokens=40
+    )
+    assert "Paris" in answer.text
