@@ -36,7 +36,7 @@ class SplitspecError(Exception):
     code = Code.INTERNAL
     reason = "INTERNAL"
 
-    def __init__(self, message: str, **metadata: object) -> None:
+    def __init__(self, message: str, /, **metadata: object) -> None:
         super().__init__(message)
         self.message = message
         self.metadata = {key: str(value)[:200] for key, value in metadata.items()}
