@@ -64,16 +64,16 @@ class Cluster:
         command = [sys.executable, "-m", "drafter_service", "serve", "--draft", "ngram"]
         self.start(name, [*command, "--address", self.address(name), *flags])
 
-    def start_fake_drafter(self, kind: str, continuations: dict[tuple[int, ...], list[int]]) -> None:
+    def start_fake_drafter(
+        self, kind: str, continuations: dict[tuple[int, ...], list[int]]
+    ) -> None:
         """Start a drafter that knows the true continuations and drafts as `kind` says."""
         file = self.folder / f"{kind}.json"
         file.write_text(
             json.dumps([{"prompt": list(k), "tokens": v} for k, v in continuations.items()])
         )
         command = [sys.executable, str(ROOT / "tests" / "drafters.py"), "--kind", kind]
-        self.start(
-            kind, [*command, "--continuations", str(file), "--address", self.address(kind)]
-        )
+        self.start(kind, [*command, "--continuations", str(file), "--address", self.address(kind)])
 
     def start_coordinator(self, drafter: str | None, *flags: str) -> str:
         """Start a coordinator for `drafter` (None: target-only) and return its name."""
