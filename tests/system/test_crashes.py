@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -26,11 +26,11 @@ REQUEST: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def served(cluster: Cluster) -> Iterator[tuple[Cluster, Answer]]:
+def served(cluster: Cluster) -> tuple[Cluster, Answer]:
     cluster.start_coordinator("ngram")
     reference = cluster.generate(cluster.start_coordinator(None), **REQUEST)
     assert len(reference.token_ids) == TOKENS
-    yield cluster, reference
+    return cluster, reference
 
 
 def _generate_and(cluster: Cluster, at: int, act: Callable[[], None]) -> Answer:

@@ -160,7 +160,7 @@ def test_no_free_slot_and_queue_full_say_when_to_retry(small: Cluster) -> None:
                 refused.append(error)
         full = [e for e in refused if e.code() == grpc.StatusCode.RESOURCE_EXHAUSTED]
         assert full, refused
-        code, reason, _, details = _status(full[0])
+        _code, reason, _, details = _status(full[0])
         assert reason in ("QUEUE_FULL", "NO_FREE_SLOT")
         assert any(d.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for d in details)
     finally:
@@ -171,9 +171,7 @@ def test_no_free_slot_and_queue_full_say_when_to_retry(small: Cluster) -> None:
     assert outcomes[0][-1].finish.reason == pb.FINISH_REASON_LENGTH
 
 
-def test_a_verifier_that_is_not_there_is_unavailable(
-    small: Cluster, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_verifier_that_is_not_there_is_unavailable(tiny_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "coordinator", "serve", "--model", str(tiny_model)]
     command += ["--verifier", f"unix:{tmp_path}/nobody.sock", "--address", f"unix:{tmp_path}/c"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

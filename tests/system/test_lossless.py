@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +55,7 @@ def _cases(model: Path, prompts: list[str]) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def served(
-    cluster: Cluster, tiny_model: Path, prompts: list[str]
-) -> Iterator[tuple[Cluster, list[Case]]]:
+def served(cluster: Cluster, tiny_model: Path, prompts: list[str]) -> tuple[Cluster, list[Case]]:
     """Start a coordinator a drafter; answer every case by the target alone first."""
     cases = _cases(tiny_model, prompts)
     target = cluster.start_coordinator(None)
@@ -71,7 +68,7 @@ def served(
         cluster.start_fake_drafter(kind, known)
     for drafter in (*FAKES, "ngram"):
         cluster.start_coordinator(drafter)
-    yield cluster, cases
+    return cluster, cases
 
 
 @pytest.mark.parametrize("draft_count", range(1, 8))
