@@ -12,7 +12,7 @@ from splitspec.errors import UserError
 
 @contextlib.contextmanager
 def serving_metrics(address: str | None, registry: CollectorRegistry | None) -> Iterator[None]:
-    """Serve `registry` over HTTP at `address` (host:port) while the block runs; None serves nothing.
+    """Serve `registry` over HTTP at `address` (host:port) while the block runs; None: do not.
 
     Raises:
         UserError: the address is malformed or cannot be bound.

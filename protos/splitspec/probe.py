@@ -30,7 +30,7 @@ async def peer_health(address: str, service: str = "", timeout_seconds: float = 
 
 
 def main(arguments: list[str]) -> int:
-    """Print the peer's health; 0 when it is SERVING, 1 otherwise. Container health checks call it."""
+    """Print the peer's health; return 0 when it is SERVING. Container health checks call it."""
     if len(arguments) not in (1, 2):
         print("usage: python -m splitspec.probe ADDRESS [SERVICE]", file=sys.stderr)
         return 2

@@ -226,10 +226,12 @@ def bind(server: grpc.aio.Server, address: str) -> str:
 
 
 def _check_unix_address(path: str) -> None:
-    with socket.socket(socket.AF_UNIX) as probe:
-        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-            probe.connect(path)
-            raise OSError("another process listens there")
+    with (
+        socket.socket(socket.AF_UNIX) as probe,
+        contextlib.suppress(FileNotFoundError, ConnectionRefusedError),
+    ):
+        probe.connect(path)
+        raise OSError("another process listens there")
 
 
 def _check_tcp_address(address: str) -> None:

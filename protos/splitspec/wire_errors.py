@@ -23,7 +23,7 @@ RETRY_AFTER_MS = 500
 
 
 def status_of(error: SplitspecError) -> status_pb2.Status:
-    """Return `error` as a google.rpc.Status with its ErrorInfo (and RetryInfo where waiting helps)."""
+    """Return `error` as a google.rpc.Status: ErrorInfo, and RetryInfo where waiting helps."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     details = [any_pb2.Any()]
     details[0].Pack(info)
