@@ -1,4 +1,4 @@
-"""Where prepared models and exported programs live on disk: every process must look in one place."""
+"""Where prepared models and exported programs live on disk: one place for every process."""
 
 from __future__ import annotations
 
