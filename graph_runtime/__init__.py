@@ -1,1 +1,1 @@
-"""What both model services run graphs with: decoder, caches, checkpoints, programs, noise. No grpc."""
+"""What both model services run graphs with: decoder, caches, checkpoints, programs. No grpc."""
