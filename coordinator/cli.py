@@ -1,0 +1,243 @@
+"""The `splitspec` command: a thin table from verbs to modules.
+
+Services and tools run as their own modules (`python -m ...`), so that no service imports another
+to be offered here. `run` and `generate` are in `coordinator/run.py` and `coordinator/chat.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.chat import AskFailed, Question, ask, statistics_line
+from coordinator.launch import ServiceFailed
+from coordinator.run import RunConfig, run_prompt
+from splitspec.errors import UserError
+from splitspec.folders import DEFAULT_CACHE_DIR
+
+EXIT_FAILURE, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+
+VERBS: dict[tuple[str, str], tuple[str, str]] = {
+    ("serve", "verifier"): ("verifier_service", "serve"),
+    ("serve", "drafter"): ("drafter_service", "serve"),
+    ("serve", "coordinator"): ("coordinator", "serve"),
+    ("export", "target"): ("verifier_service", "export target"),
+    ("model", "pull"): ("graph_runtime", "model pull"),
+    ("model", "list"): ("graph_runtime", "model list"),
+    ("model", "show"): ("graph_runtime", "model show"),
+}
+"""(group, verb) -> (module, its verb). Everything after the verb is passed on as it is."""
+
+GROUPS = {
+    "serve": "Serve one of the three processes.",
+    "export": "Export a model to an ExecuTorch program.",
+    "model": "Pull, list and show models.",
+}
+
+app = typer.Typer(
+    help="Speculative decoding split across services: the target's exact text, sooner.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Prompt = Annotated[str, typer.Argument(help='What to ask. "-" reads it from standard input.')]
+Chat = Annotated[bool, typer.Option("--chat/--raw", help="Chat, or continue the text as it is.")]
+System = Annotated[str | None, typer.Option(help="System message of the chat.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy, the default.")]
+TopK = Annotated[int | None, typer.Option(min=0, help="Keep the k likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Keep this much probability.")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")]
+Seed = Annotated[
+    int | None, typer.Option(min=0, max=2**64 - 1, help="Repeats a sampled answer exactly.")
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=0, max=2**32 - 1, help="Most tokens; default: context's end.")
+]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
+DraftCount = Annotated[
+    int | None, typer.Option(min=0, max=2**32 - 1, help="Draft tokens a round; 0: target only.")
+]
+CacheDir = Annotated[
+    Path, typer.Option(envvar="SPLITSPEC_CACHE_DIR", help="Models, programs and logs.")
+]
+
+
+@app.command()
+def run(
+    prompt: Prompt,
+    model: Annotated[str, typer.Option(help="Pulled model, or a folder.")] = "smollm2-135m",
+    draft: Annotated[str, typer.Option(help='Drafting method; "none": target only.')] = "ngram",
+    draft_count: DraftCount = None,
+    max_tokens: MaxTokens = 256,
+    chat: Chat = True,
+    system: System = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    compare: Annotated[bool, typer.Option(help="Answer target-only too, and compare.")] = False,
+    runtime: Annotated[str | None, typer.Option(help="executorch or torch.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Precision of the target.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the target.")] = None,
+    trace_file: Annotated[Path | None, typer.Option(help="JSON-lines file for spans.")] = None,
+    cache_dir: CacheDir = DEFAULT_CACHE_DIR,
+) -> None:
+    """Answer a prompt with a drafter, a verifier and a coordinator on this machine."""
+    with _exit_codes():
+        question = Question(
+            prompt=_read(prompt),
+            chat=chat,
+            system=system,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=tuple(stop or ()),
+            draft_count=draft_count,
+        )
+        config = RunConfig(
+            model=model,
+            draft=draft,
+            runtime=runtime,
+            precision=precision,
+            threads=threads,
+            trace_file=trace_file,
+            cache_dir=cache_dir,
+            compare=compare,
+        )
+        run_prompt(question, config)
+
+
+@app.command()
+def generate(
+    prompt: Prompt,
+    address: Annotated[
+        str, typer.Option(envvar="SPLITSPEC_ADDRESS", help="A coordinator's address.")
+    ] = "127.0.0.1:7100",
+    chat: Chat = True,
+    system: System = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    draft_count: DraftCount = None,
+    stats: Annotated[bool, typer.Option(help="Print the statistics line.")] = False,
+) -> None:
+    """Ask a running coordinator and stream its answer."""
+    with _exit_codes():
+        question = Question(
+            prompt=_read(prompt),
+            chat=chat,
+            system=system,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=tuple(stop or ()),
+            draft_count=draft_count,
+        )
+        answer = ask(address, question, _show)
+        _show("\n")
+        if stats:
+            print(statistics_line(answer.finish), file=sys.stderr)
+
+
+@app.command()
+def health(
+    address: Annotated[str, typer.Argument(help="host:port or unix:/path")],
+) -> None:
+    """Print a service's health; exit with 0 when it is SERVING."""
+    _become("splitspec.probe", [address])
+
+
+def _become(module: str, arguments: list[str]) -> None:
+    """Replace this process, so that signals and exit codes are the module's own."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
+
+
+def _add_verb(group: typer.Typer, verb: str, module: str, module_verb: str) -> None:
+    @group.command(
+        verb,
+        help=f"python -m {module} {module_verb}",
+        add_help_option=False,  # --help is the module's
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def pass_on(context: typer.Context) -> None:
+        _become(module, [*module_verb.split(), *context.args])
+
+
+def _add_groups() -> None:
+    for name, text in GROUPS.items():
+        group = typer.Typer(help=text, no_args_is_help=True)
+        for (owner, verb), (module, module_verb) in VERBS.items():
+            if owner == name:
+                _add_verb(group, verb, module, module_verb)
+        app.add_typer(group, name=name)
+
+
+def _read(prompt: str) -> str:
+    return sys.stdin.read() if prompt == "-" else prompt
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turn the ends of a command into one line and an exit code; SIGTERM unwinds like Ctrl-C."""
+
+    def unwind(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, unwind)
+    try:
+        yield
+    except UserError as error:
+        _fail(str(error), EXIT_USER_ERROR)
+    except (AskFailed, ServiceFailed) as error:
+        _fail(str(error), EXIT_FAILURE)
+    except BrokenPipeError:
+        # The reader of our output went away; a flush at exit would only complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(EXIT_FAILURE) from None
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _fail(line: str, code: int) -> None:
+    print(f"error: {line}", file=sys.stderr)
+    raise typer.Exit(code) from None
+
+
+_add_groups()
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

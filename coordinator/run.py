@@ -1,0 +1,181 @@
+"""`splitspec run`: the three processes on this machine, one prompt, one statistics line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from coordinator.chat import Question, ask, comparison_line, statistics_line
+from coordinator.launch import ServiceCommand, ServiceFailed, new_log_dir, services
+from splitspec.errors import UserError
+from splitspec.folders import model_folder
+
+READY_SECONDS = 600.0
+"""A verifier that has to export its program first needs minutes on a slow machine."""
+QUIET_SECONDS = 15.0
+"""How often a wait is mentioned where there is no terminal to redraw."""
+PULL_USER_ERROR = 2
+SERVICE_MODULES = {
+    "drafter": "drafter_service",
+    "verifier": "verifier_service",
+    "coordinator": "coordinator",
+}
+MAX_SOCKET_DIR_LENGTH = 80
+"""A unix socket's whole path must stay under about 104 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What to start. None leaves a choice to the service."""
+
+    model: str
+    draft: str
+    """A drafting method, or "none": no drafter is started."""
+    runtime: str | None
+    precision: str | None
+    threads: int | None
+    trace_file: Path | None
+    cache_dir: Path
+    compare: bool
+    """Answer a second time without drafts, and say whether the text is the same."""
+
+    def __post_init__(self) -> None:
+        if self.compare and self.draft == "none":
+            raise UserError("--compare needs a draft to compare with; it is none")
+        if self.trace_file is not None and not self.trace_file.expanduser().parent.is_dir():
+            raise UserError(f"--trace-file: {self.trace_file.parent} is not a folder")
+
+
+def run_prompt(question: Question, config: RunConfig) -> None:
+    """Prepare the model, start the services, stream the answer and print what it cost.
+
+    Raises:
+        UserError: a user's mistake, also one that a service found.
+        ServiceFailed, AskFailed: a service could not start or answer.
+    """
+    _prepare_model(config.model, config.cache_dir)
+    with (
+        tempfile.TemporaryDirectory(prefix="splitspec-", dir=_socket_parent()) as sockets,
+        Waiting() as waiting,
+        services(
+            service_commands(config, Path(sockets)),
+            log_dir=new_log_dir(config.cache_dir),
+            timeout_seconds=READY_SECONDS,
+            on_wait=waiting.show,
+        ) as children,
+    ):
+        waiting.stop()
+        _answer(question, config, children[-1].command.address)
+
+
+def service_commands(config: RunConfig, sockets: Path) -> list[ServiceCommand]:
+    """Return what to start, in order, on unix sockets in the folder `sockets`."""
+    names = ["verifier", "coordinator"] if config.draft == "none" else [*SERVICE_MODULES]
+    address = {name: f"unix:{sockets}/{name}.sock" for name in names}
+    flags: dict[str, dict[str, object]] = {
+        "drafter": {"draft": config.draft},
+        "verifier": {
+            "model": config.model,
+            "runtime": config.runtime,
+            "precision": config.precision,
+            "threads": config.threads,
+            "cache-dir": config.cache_dir.expanduser(),
+        },
+        "coordinator": {
+            "model": config.model,
+            "verifier": address["verifier"],
+            "drafter": address.get("drafter"),
+            "cache-dir": config.cache_dir.expanduser(),
+        },
+    }
+    trace_file = None if config.trace_file is None else config.trace_file.expanduser().resolve()
+    return [
+        ServiceCommand(
+            name=name,
+            address=address[name],
+            arguments=(
+                *("-m", SERVICE_MODULES[name], "serve", "--address", address[name]),
+                *_as_arguments({**flags[name], "trace-file": trace_file}),
+            ),
+        )
+        for name in names
+    ]
+
+
+def _as_arguments(flags: dict[str, object]) -> Iterator[str]:
+    for name, value in flags.items():
+        if value is not None:
+            yield from (f"--{name}", str(value))
+
+
+def _answer(question: Question, config: RunConfig, address: str) -> None:
+    def show(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    split = ask(address, question, show)
+    show("\n")
+    print(statistics_line(split.finish), file=sys.stderr)
+    if config.compare:
+        again = replace(question, draft_count=0, seed=split.finish.seed)
+        target_only = ask(address, again, lambda _text: None)
+        print(comparison_line(split, target_only), file=sys.stderr)
+
+
+def _prepare_model(model: str, cache_dir: Path) -> None:
+    """Pull the model when it is neither a folder nor here already; shows the puller's progress."""
+    try:
+        model_folder(model, cache_dir)
+    except UserError:
+        pull = ["-P", "-m", "graph_runtime", "model", "pull", model]
+        code = subprocess.call(
+            [sys.executable, *pull, "--cache-dir", str(cache_dir.expanduser())],
+            stdout=sys.stderr,  # standard output is the answer's alone
+        )
+        if code == PULL_USER_ERROR:
+            raise UserError(f"cannot get the model {model!r} (see the line above)") from None
+        if code:
+            raise ServiceFailed(f"pulling the model {model!r} failed with status {code}") from None
+
+
+def _socket_parent() -> str | None:
+    """Return where to put sockets; a deep temporary folder would make their paths too long."""
+    return "/tmp" if len(tempfile.gettempdir()) > MAX_SOCKET_DIR_LENGTH else None
+
+
+class Waiting:
+    """A spinner with the newest log line of what is waited for; without a terminal plain lines."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._status = self._console.status("starting the services")
+        self._mentioned = time.monotonic()
+
+    def __enter__(self) -> Waiting:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.stop()
+
+    def show(self, name: str, line: str) -> None:
+        """Say that the service `name`, which last logged `line`, is not ready yet."""
+        text = Text(f"starting the {name}  {line}")
+        if self._console.is_terminal:
+            text.truncate(max(20, self._console.width - 4), overflow="ellipsis")
+            self._status.update(text)
+        elif time.monotonic() - self._mentioned > QUIET_SECONDS:
+            self._mentioned = time.monotonic()
+            self._console.print(text)
+
+    def stop(self) -> None:
+        """Take the spinner away."""
+        self._status.stop()

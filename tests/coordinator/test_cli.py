@@ -1,0 +1,209 @@
+"""The `splitspec` command: what it passes on, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator import cli, run
+from coordinator.chat import Answer, Question, comparison_line
+from coordinator.run import RunConfig, service_commands
+from splitspec.errors import UserError
+from splitspec.v1 import generation_pb2
+from tests.coordinator.fake_service import FakeGeneration, fake_server
+
+ROOT = Path(__file__).parents[2]
+TEXT = "héllo wörld again \n"
+SPLITSPEC = [sys.executable, "-m", "coordinator.cli"]
+
+
+@pytest.fixture
+def generation(tmp_path: Path) -> Iterator[FakeGeneration]:
+    """A Generation service at unix:{tmp_path}/generation.sock."""
+    fake = FakeGeneration()
+    server = fake_server(f"unix:{tmp_path}/generation.sock", fake)
+    yield fake
+    server.stop(0).wait()
+
+
+def generate(
+    tmp_path: Path, *arguments: str, typed: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    address = f"unix:{tmp_path}/generation.sock"
+    return subprocess.run(
+        [*SPLITSPEC, "generate", "--address", address, *arguments],
+        input=typed,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_generate_prints_the_answer_and_nothing_else(
+    generation: FakeGeneration, tmp_path: Path
+) -> None:
+    done = generate(tmp_path, "hello")
+    assert (done.returncode, done.stdout, done.stderr) == (0, TEXT, "")
+    request = generation.requests[0]
+    assert [(m.role, m.content) for m in request.conversation.messages] == [("user", "hello")]
+    assert not request.HasField("max_tokens")
+    assert not request.sampling.HasField("temperature")
+
+
+def test_every_flag_of_generate_reaches_the_request(
+    generation: FakeGeneration, tmp_path: Path
+) -> None:
+    flags = "--raw --temperature 0.7 --top-k 0 --top-p 0.9 --min-p 0.05 --seed 18446744073709551615"
+    more = "--max-tokens 5 --stop END --stop . --draft-count 3 --stats -"
+    done = generate(tmp_path, *flags.split(), *more.split(), typed="continue thís")
+    assert done.returncode == 0
+    assert done.stderr == (
+        "tokens 3  tau 2.00  25.0 tok/s  first token 210 ms  draft ngram  rounds 1  "
+        "accepted 1/4 (25 %)  seed 11\n"
+    )
+    request = generation.requests[0]
+    assert (request.text, request.max_tokens, request.draft_count) == ("continue thís", 5, 3)
+    assert list(request.stop) == ["END", "."]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.7, 0.9, 0.05)
+    assert sampling.HasField("top_k")
+    assert sampling.seed == 2**64 - 1
+
+
+def test_a_refused_request_is_the_users_mistake(generation: FakeGeneration, tmp_path: Path) -> None:
+    done = generate(tmp_path, "hello", "--max-tokens", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: max_tokens is 0; expected >= 1\n"
+    assert len(generation.requests) == 1
+
+
+def test_a_failing_service_is_one_line_and_a_failure(
+    generation: FakeGeneration, tmp_path: Path
+) -> None:
+    done = generate(tmp_path, "hello", "--max-tokens", "99")
+    assert (done.returncode, done.stderr) == (1, "error: INTERNAL: the engine failed\n")
+    assert len(generation.requests) == 1
+
+
+def test_a_service_that_is_not_there_is_one_line_that_names_it(tmp_path: Path) -> None:
+    done = generate(tmp_path, "hello")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: no answer from unix:{tmp_path}/generation.sock: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_empty_prompt_is_the_users_mistake(tmp_path: Path) -> None:
+    done = generate(tmp_path, "-", typed=" \n")
+    assert (done.returncode, done.stderr) == (2, "error: the prompt is empty\n")
+
+
+def test_ctrl_c_ends_quietly_and_cancels_the_call(
+    generation: FakeGeneration, tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [*SPLITSPEC, "generate", "--address", f"unix:{tmp_path}/generation.sock", "forever"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    ) as command:
+        assert command.stdout is not None
+        assert command.stdout.read(1)
+        os.kill(command.pid, signal.SIGINT)
+        _, errors = command.communicate(timeout=20)
+    assert (command.returncode, errors.strip()) == (130, b"")
+    assert generation.cancelled.wait(5), "law L7: the call must end with its client"
+
+
+@pytest.mark.parametrize(("group", "verb"), sorted(cli.VERBS))
+def test_a_verb_becomes_its_module_with_all_its_arguments(
+    group: str, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+
+    def record(_path: str, arguments: list[str]) -> None:
+        calls.append(arguments)
+
+    monkeypatch.setattr(os, "execv", record)
+    result = CliRunner().invoke(cli.app, [group, verb, "x", "--flag", "a b", "--help"])
+    assert result.exit_code == 0, result.output
+    module, module_verb = cli.VERBS[group, verb]
+    expected = ["-P", "-m", module, *module_verb.split(), "x", "--flag", "a b", "--help"]
+    assert calls == [[sys.executable, *expected]]
+
+
+def config(tmp_path: Path, draft: str = "ngram", *, compare: bool = False) -> RunConfig:
+    return RunConfig(
+        model="tiny",
+        draft=draft,
+        runtime="torch",
+        precision=None,
+        threads=2,
+        trace_file=None,
+        cache_dir=tmp_path,
+        compare=compare,
+    )
+
+
+def test_run_starts_three_services_with_the_flags_they_know(tmp_path: Path) -> None:
+    lines = {
+        command.name: " ".join(command.arguments)
+        for command in service_commands(config(tmp_path), tmp_path)
+    }
+    at = f"unix:{tmp_path}"
+    assert lines == {
+        "drafter": f"-m drafter_service serve --address {at}/drafter.sock --draft ngram",
+        "verifier": f"-m verifier_service serve --address {at}/verifier.sock --model tiny "
+        f"--runtime torch --threads 2 --cache-dir {tmp_path}",
+        "coordinator": f"-m coordinator serve --address {at}/coordinator.sock --model tiny "
+        f"--verifier {at}/verifier.sock --drafter {at}/drafter.sock --cache-dir {tmp_path}",
+    }
+    without = service_commands(config(tmp_path, "none"), tmp_path)
+    assert [command.name for command in without] == ["verifier", "coordinator"]
+    assert "--drafter" not in without[1].arguments
+
+
+def test_run_streams_an_answer_compares_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").write_text("{}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    fake = "tests.coordinator.fake_service"
+    monkeypatch.setattr(run, "SERVICE_MODULES", dict.fromkeys(run.SERVICE_MODULES, fake))
+    run.run_prompt(Question(prompt="hello"), config(tmp_path, compare=True))
+    shown = capsys.readouterr()
+    assert shown.out == TEXT
+    statistics, comparison = shown.err.strip().split("\n")[-2:]
+    assert statistics.startswith("tokens 3  tau 2.00  25.0 tok/s")
+    assert comparison == "target only 10.0 tok/s  speed-up 2.50x  text identical"
+    logs = sorted(path.name for path in tmp_path.glob("logs/run-*/*"))
+    assert logs == ["coordinator.log", "drafter.log", "verifier.log"]
+
+
+def test_a_model_that_cannot_be_had_is_the_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run.subprocess, "call", lambda *_, **__: run.PULL_USER_ERROR)
+    with pytest.raises(UserError, match="cannot get the model 'tiny'"):
+        run.run_prompt(Question(prompt="hello"), config(tmp_path))
+
+
+def test_a_comparison_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--compare needs a draft"):
+        config(tmp_path, "none", compare=True)
+
+
+def test_a_comparison_says_when_law_l4_is_broken() -> None:
+    finish = generation_pb2.Finish()
+    same, other = Answer(token_ids=[1], finish=finish), Answer(token_ids=[2], finish=finish)
+    assert "DIFFERENT" in comparison_line(same, other)
+    assert "identical" in comparison_line(same, same)
