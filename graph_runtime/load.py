@@ -1,0 +1,172 @@
+"""Load a target: one door, whichever runtime runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from graph_runtime.architecture import DecoderConfig, read_config
+from graph_runtime.checkpoint import load_weights, model_hash, tokenizer_hash
+from graph_runtime.target import Target, TargetInfo
+from graph_runtime.torch_target import TorchTarget, build_decoder
+from splitspec.errors import UserError
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def load_target(
+    *,
+    folder: Path,
+    model_id: str,
+    runtime: str,
+    precision: str,
+    cache_dir: Path,
+    tap_layers: tuple[int, ...] | None,
+    max_context_length: int,
+    slot_count: int,
+    max_prefill_chunk: int,
+    threads: int | None,
+    device: str = "cpu",
+) -> Target:
+    """Load the model in `folder`.
+
+    Args:
+        folder: HF layout.
+        model_id: name a person knows it by.
+        runtime: "executorch" (exports the program first when the cache has none) or "torch".
+        precision: torch: "fp32" or "bf16"; executorch: see graph_runtime.programs.
+        cache_dir: where hashes and exported programs are kept.
+        tap_layers: 0-based layer outputs of a raw row; None: `default_tap_layers`.
+        max_context_length: KV positions of one slot.
+        slot_count: sessions at once.
+        max_prefill_chunk: longest span of a step.
+        threads: compute threads; None: the runtime's own choice.
+        device: torch: "cpu" or "cuda".
+
+    Raises:
+        UserError: what is wrong with the folder or an argument, in one line.
+    """
+    if runtime == "executorch":
+        # Imported here only: executorch is not installed where torch has CUDA.
+        try:
+            from graph_runtime.programs import load_program_target
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in ("executorch", "torchao"):
+                raise
+            raise UserError(
+                f"--runtime executorch needs the package {error.name}; try --runtime torch"
+            ) from error
+        return load_program_target(
+            folder=folder,
+            model_id=model_id,
+            precision=precision,
+            cache_dir=cache_dir,
+            tap_layers=tap_layers,
+            max_context_length=max_context_length,
+            slot_count=slot_count,
+            max_prefill_chunk=max_prefill_chunk,
+            threads=threads,
+        )
+    if runtime != "torch":
+        raise UserError(f"runtime is {runtime!r}; expected executorch or torch")
+    return load_torch_target(
+        folder=folder,
+        model_id=model_id,
+        precision=precision,
+        cache_dir=cache_dir,
+        tap_layers=tap_layers,
+        max_context_length=max_context_length,
+        slot_count=slot_count,
+        max_prefill_chunk=max_prefill_chunk,
+        threads=threads,
+        device=device,
+    )
+
+
+def load_torch_target(
+    *,
+    folder: Path,
+    model_id: str,
+    precision: str,
+    cache_dir: Path,
+    tap_layers: tuple[int, ...] | None,
+    max_context_length: int,
+    slot_count: int,
+    max_prefill_chunk: int,
+    threads: int | None,
+    device: str = "cpu",
+) -> TorchTarget:
+    """Load the model in `folder` in plain torch; arguments and errors as in `load_target`."""
+    if precision not in TORCH_DTYPES:
+        raise UserError(f"precision is {precision!r}; --runtime torch has {list(TORCH_DTYPES)}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device is {device!r} but this torch sees no CUDA device")
+    config = read_config(folder)
+    check_context_length(config, max_context_length)
+    taps = check_tap_layers(config, tap_layers)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    dtype = TORCH_DTYPES[precision]
+    decoder, caches, tile = build_decoder(
+        config,
+        tap_layers=taps,
+        max_context_length=max_context_length,
+        slot_count=slot_count,
+        dtype=dtype,
+        device=torch.device(device),
+    )
+    load_weights(decoder, folder, tied=config.tied)
+    info = TargetInfo(
+        model_id=model_id,
+        model_hash=model_hash(folder, cache_dir),
+        tokenizer_hash=tokenizer_hash(folder),
+        vocab_size=config.vocab_size,
+        n_layers=config.n_layers,
+        tap_layers=taps,
+        row_width=len(taps) * config.hidden_size,
+        row_dtype=dtype,
+        min_prefill_chunk=1,
+        max_prefill_chunk=max_prefill_chunk,
+        max_context_length=max_context_length,
+        slot_count=slot_count,
+        precision=precision,
+        runtime="torch",
+    )
+    return TorchTarget(decoder, caches, tile, info)
+
+
+def default_tap_layers(n_layers: int) -> tuple[int, ...]:
+    """Return the low, middle and high layer that EAGLE-3 reads, fewer for tiny models."""
+    wanted = (1, n_layers // 2 - 1, n_layers - 4)
+    return tuple(sorted({min(max(layer, 0), n_layers - 1) for layer in wanted}))
+
+
+def check_tap_layers(config: DecoderConfig, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the tap layers to use: those given, or the default.
+
+    Raises:
+        UserError: not ascending, or not layers of the model.
+    """
+    if tap_layers is None:
+        return default_tap_layers(config.n_layers)
+    in_range = all(0 <= layer < config.n_layers for layer in tap_layers)
+    if not tap_layers or not in_range or list(tap_layers) != sorted(set(tap_layers)):
+        raise UserError(
+            f"tap layers are {list(tap_layers)}; expected ascending numbers in "
+            f"[0, {config.n_layers - 1}]"
+        )
+    return tap_layers
+
+
+def check_context_length(config: DecoderConfig, max_context_length: int) -> None:
+    """Refuse a context that is longer than the model's.
+
+    Raises:
+        UserError: names both lengths.
+    """
+    if not 1 <= max_context_length <= config.max_position_embeddings:
+        raise UserError(
+            f"max context length is {max_context_length}; "
+            f"expected 1 to the model's {config.max_position_embeddings}"
+        )
