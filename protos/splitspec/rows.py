@@ -22,8 +22,8 @@ ITEM_BYTES = {
 class RowFormat:
     """Kind, dtype and width that both ends of a link agreed on in the handshake."""
 
-    kind: int
-    dtype: int = rows_pb2.ROW_DTYPE_UNSPECIFIED
+    kind: rows_pb2.RowKind
+    dtype: rows_pb2.RowDtype = rows_pb2.ROW_DTYPE_UNSPECIFIED
     width: int = 0
 
     @property
@@ -38,7 +38,8 @@ NO_ROWS = RowFormat(kind=rows_pb2.ROW_KIND_NONE)
 def encode_rows(row_format: RowFormat, start: int, data: bytes) -> rows_pb2.Rows:
     """Wrap `data`, whole rows of positions `start`, `start` + 1, ..., in a message."""
     count, rest = divmod(len(data), row_format.row_bytes)
-    assert count and not rest, (len(data), row_format)
+    assert count > 0, len(data)
+    assert rest == 0, (len(data), row_format)
     return rows_pb2.Rows(
         kind=row_format.kind,
         dtype=row_format.dtype,

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10.0
 """How long a drain waits for calls in flight."""
+FAILURE_GRACE_SECONDS = 1.0
+"""After a device fault calls cannot finish; this is for their error statuses to leave."""
 
 
 class Lifecycle:
@@ -168,7 +170,7 @@ async def serve(
         finally:
             lifecycle.drain()
             await probe.enter_graceful_shutdown()
-            await server.stop(None if lifecycle.failure else grace_seconds)
+            await server.stop(FAILURE_GRACE_SECONDS if lifecycle.failure else grace_seconds)
     if lifecycle.failure is not None:
         raise lifecycle.failure
 

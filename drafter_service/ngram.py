@@ -1,0 +1,113 @@
+"""Prompt lookup: draft what followed the last time the newest tokens were seen in this session.
+
+Needs no weights and no rows. After Saxena, "Prompt Lookup Decoding" (2023), with an index instead
+of a scan, and with drafts that may copy from themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drafter_service.config import DrafterConfig
+from drafter_service.drafter import Drafter, DrafterInfo, DraftWork, SessionParameters
+from splitspec.rows import NO_ROWS
+
+
+class SuffixIndex:
+    """The committed tokens of one session, and where each of their n-grams ended last.
+
+    The *most recent* occurrence is kept: text is local, so what followed last time follows again
+    more often than what followed first; and in a loop the most recent occurrence lies one period
+    back, so that copying from it goes round the loop.
+    """
+
+    def __init__(self, ngram_min: int, ngram_max: int) -> None:
+        self.tokens: list[int] = []
+        self._lengths = range(ngram_max, ngram_min - 1, -1)
+        self._last_end: dict[tuple[int, ...], int] = {}
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append committed tokens: one dictionary entry a token and n, whatever came before."""
+        tokens = self.tokens
+        for token_id in token_ids:
+            tokens.append(token_id)
+            end = len(tokens)
+            for n in self._lengths:
+                if n <= end:
+                    self._last_end[tuple(tokens[end - n :])] = end
+
+    def draft(self, pending: int, draft_count: int) -> list[int]:
+        """Return `draft_count` tokens to follow `pending`, or none where its suffix is new.
+
+        The longest suffix of `[*tokens, pending]` that occurred earlier decides. The index holds
+        committed tokens only, so the suffix itself, which ends with pending, is never found.
+        """
+        tokens = self.tokens
+        for n in self._lengths:
+            if n > len(tokens):  # the suffix would be the whole text: nothing lies before it
+                continue
+            end = self._last_end.get((*tokens[len(tokens) - n + 1 :], pending))
+            if end is not None:
+                return self._continuation(end, pending, draft_count)
+        return []
+
+    def _continuation(self, start: int, pending: int, draft_count: int) -> list[int]:
+        """Copy from `start` on; where the text ends, go on with what was copied (a loop)."""
+        copied = [*self.tokens[start : start + draft_count], pending][:draft_count]
+        # `copied` now is the text from `start` to at most its end; period = its full length there.
+        period = len(copied)
+        while len(copied) < draft_count:
+            copied.append(copied[-period])
+        return copied
+
+
+class NgramDrafter:
+    """Prompt lookup over the slots' own tokens."""
+
+    def __init__(self, info: DrafterInfo, *, ngram_min: int, ngram_max: int) -> None:
+        self._info = info
+        self._ngram_min = ngram_min
+        self._ngram_max = ngram_max
+        self._indexes: dict[int, SuffixIndex] = {}
+
+    @property
+    def info(self) -> DrafterInfo:
+        """Return the limits; any target fits."""
+        return self._info
+
+    def open(self, slot: int, parameters: SessionParameters) -> None:
+        """Begin an empty index. There are no logits to sample from: `parameters` change nothing."""
+        del parameters
+        assert slot not in self._indexes, slot
+        self._indexes[slot] = SuffixIndex(self._ngram_min, self._ngram_max)
+
+    def step(self, works: Sequence[DraftWork]) -> list[list[int]]:
+        """Extend and look up, session by session."""
+        return [self._draft(work) for work in works]
+
+    def _draft(self, work: DraftWork) -> list[int]:
+        index = self._indexes[work.slot]
+        assert len(index.tokens) == work.start, "law L2"
+        index.extend(work.token_ids)
+        if work.draft_count == 0:
+            return []
+        assert work.pending_token_id is not None
+        return index.draft(work.pending_token_id, work.draft_count)
+
+    def release(self, slot: int) -> None:
+        """Forget the index."""
+        del self._indexes[slot]
+
+
+def load(config: DrafterConfig) -> Drafter:
+    """Return the drafter that `config` describes."""
+    info = DrafterInfo(
+        method="ngram",
+        model_id=f"ngram-{config.ngram_min}-{config.ngram_max}",
+        row_format=NO_ROWS,
+        max_draft_count=config.max_draft_count,
+        max_context_length=config.max_context_length,
+        slot_count=config.slot_count,
+        instant=True,
+    )
+    return NgramDrafter(info, ngram_min=config.ngram_min, ngram_max=config.ngram_max)
