@@ -9,8 +9,11 @@ PROMPT ?= Write a short list of five facts about the Moon, then repeat the list 
 TORCH := $(shell sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
 CPU_TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# A venv whose Python is gone (moved, upgraded) is made anew.
+$(shell $(BIN)/python -c '' 2>/dev/null || rm -rf $(VENV))
+
 export PROMPT
-.PHONY: run test test-container lint format protos bench install install-dev clean
+.PHONY: run test lint format protos bench install install-dev clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -61,7 +64,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "error: splitspec needs Python 3.11 or newer, and '$(PYTHON)' is" \
 			"$$($(PYTHON) --version 2>&1); try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $(VENV)
 
 # On Linux the plain wheel brings gigabytes of CUDA that a CPU never uses. The CPU wheel comes from
 # wherever pip already looks, or else from PyTorch's own index.
