@@ -1,0 +1,163 @@
+"""The verifier's commands: `python -m verifier_service serve` and `export target`.
+
+The environment is read only here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graph_runtime.load import load_target
+from graph_runtime.target import Target
+from splitspec.errors import EngineFailed, UserError
+from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
+from splitspec.serving import run_service
+from verifier_service.config import VerifierConfig, parse_tap_layers
+from verifier_service.engine import Engine
+from verifier_service.server import serve_verifier
+
+logger = logging.getLogger("verifier_service")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+export = typer.Typer(help="Lower a model to an ExecuTorch program.")
+app.add_typer(export, name="export")
+
+
+def _flag(name: str, text: str) -> typer.models.OptionInfo:
+    variable = "SPLITSPEC_" + name.upper().replace("-", "_")
+    option: typer.models.OptionInfo = typer.Option(f"--{name}", help=text, envvar=variable)
+    return option
+
+
+Model = Annotated[str, _flag("model", "A pulled model's name, or an HF-layout folder.")]
+Precision = Annotated[str | None, _flag("precision", "fp32, bf16, 8da8w, ...; by runtime.")]
+CacheDir = Annotated[Path, _flag("cache-dir", "Where models and programs are kept.")]
+SlotCount = Annotated[int, _flag("slot-count", "Sessions that can be open at once.")]
+ContextLength = Annotated[int, _flag("max-context-length", "Most tokens of one session.")]
+PrefillChunk = Annotated[int, _flag("max-prefill-chunk", "Most tokens of one prefill item.")]
+TapLayers = Annotated[str | None, _flag("tap-layers", "Layers of a row, like 1,14,26.")]
+Threads = Annotated[int | None, _flag("threads", "Compute threads.")]
+
+
+@app.callback()
+def commands() -> None:
+    """Run the target and decide which draft tokens stand."""
+
+
+@app.command()
+def serve(
+    model: Model,
+    runtime: Annotated[str, _flag("runtime", "executorch or torch.")] = VerifierConfig.runtime,
+    precision: Precision = None,
+    device: Annotated[str, _flag("device", "torch: cpu or cuda.")] = VerifierConfig.device,
+    address: Annotated[str, _flag("address", "host:port or unix:/path.")] = VerifierConfig.address,
+    metrics_address: Annotated[
+        str | None, _flag("metrics-address", "host:port of the Prometheus endpoint.")
+    ] = None,
+    cache_dir: CacheDir = DEFAULT_CACHE_DIR,
+    slot_count: SlotCount = VerifierConfig.slot_count,
+    max_context_length: ContextLength = VerifierConfig.max_context_length,
+    max_prefill_chunk: PrefillChunk = VerifierConfig.max_prefill_chunk,
+    max_draft_count: Annotated[
+        int, _flag("max-draft-count", "Most draft tokens of one window.")
+    ] = VerifierConfig.max_draft_count,
+    tap_layers: TapLayers = None,
+    threads: Threads = None,
+    otlp_endpoint: Annotated[
+        str | None, _flag("otlp-endpoint", "OTLP gRPC endpoint that gets the spans.")
+    ] = None,
+    trace_file: Annotated[
+        Path | None, _flag("trace-file", "File that gets one JSON line a span.")
+    ] = None,
+) -> None:
+    """Serve the Verifier service until SIGTERM."""
+    config = VerifierConfig(
+        model=model,
+        runtime=runtime,
+        precision=precision,
+        device=device,
+        address=address,
+        metrics_address=metrics_address,
+        cache_dir=cache_dir,
+        slot_count=slot_count,
+        max_context_length=max_context_length,
+        max_prefill_chunk=max_prefill_chunk,
+        max_draft_count=max_draft_count,
+        tap_layers=parse_tap_layers(tap_layers),
+        threads=threads,
+        otlp_endpoint=otlp_endpoint,
+        trace_file=trace_file,
+    )
+    logger.info("%s", config)
+    folder = model_folder(config.model, config.cache_dir)
+    run_service(serve_verifier(config, partial(load_engine, config, folder)))
+
+
+@export.command("target")
+def export_target(
+    model: Model,
+    precision: Precision = None,
+    cache_dir: CacheDir = DEFAULT_CACHE_DIR,
+    slot_count: SlotCount = VerifierConfig.slot_count,
+    max_context_length: ContextLength = VerifierConfig.max_context_length,
+    max_prefill_chunk: PrefillChunk = VerifierConfig.max_prefill_chunk,
+    tap_layers: TapLayers = None,
+    threads: Threads = None,
+) -> None:
+    """Lower the target to a program in the cache, unless it is there; `serve` does so by itself."""
+    config = VerifierConfig(
+        model=model,
+        precision=precision,
+        cache_dir=cache_dir,
+        slot_count=slot_count,
+        max_context_length=max_context_length,
+        max_prefill_chunk=max_prefill_chunk,
+        tap_layers=parse_tap_layers(tap_layers),
+        threads=threads,
+    )
+    _load_target(config, model_folder(config.model, config.cache_dir))
+
+
+def load_engine(config: VerifierConfig, folder: Path) -> Engine:
+    """Load and warm up what `config` says; runs on the engine's thread."""
+    engine = Engine(_load_target(config, folder), max_draft_count=config.max_draft_count)
+    engine.warm_up()
+    return engine
+
+
+def _load_target(config: VerifierConfig, folder: Path) -> Target:
+    return load_target(
+        folder=folder,
+        model_id=config.model_id,
+        runtime=config.runtime,
+        precision=config.chosen_precision,
+        cache_dir=config.cache_dir.expanduser(),
+        tap_layers=config.tap_layers,
+        max_context_length=config.max_context_length,
+        slot_count=config.slot_count,
+        max_prefill_chunk=config.max_prefill_chunk,
+        threads=config.threads,
+        device=config.device,
+    )
+
+
+def main() -> None:
+    """Run the command line: a user's mistake is one line and exit code 2, a fault is 1."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s verifier %(levelname)s %(message)s")
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except EngineFailed as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What the verifier reports besides what every model service does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter
+
+from splitspec.metrics import ModelServiceMetrics
+from verifier_service.steps import Item, StepResult
+
+
+class VerifierMetrics:
+    """Counters of one verifier process. Label children are looked up once: a step is short."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._service = ModelServiceMetrics(registry)
+        self._passes = Counter(
+            "target_passes", "Target passes; one a step with model items (L5).", registry=registry
+        )
+        self._row_bytes = Counter(
+            "committed_row_bytes",
+            "Rows copied to the host: committed ones (L6).",
+            registry=registry,
+        )
+        wire = Counter(
+            "wire_bytes", "Serialized step bytes.", labelnames=["kind"], registry=registry
+        )
+        self._requests = wire.labels("verify_request")
+        self._responses = wire.labels("verify_response")
+        self._phases = [
+            self._service.step_seconds.labels(phase) for phase in ("queue", "device", "copy")
+        ]
+
+    def watch_slots(self, used_count: Callable[[], int]) -> None:
+        """Report `used_count()` whenever slots_in_use is scraped."""
+        self._service.slots_in_use.set_function(used_count)
+
+    def count(
+        self, items: Sequence[Item], step: StepResult, queue_ns: int, wire_bytes: tuple[int, int]
+    ) -> None:
+        """Count one answered step; `wire_bytes` are the request's and the response's."""
+        self._service.steps.inc()
+        self._passes.inc(step.pass_count)
+        self._row_bytes.inc(step.row_bytes)
+        self._requests.inc(wire_bytes[0])
+        self._responses.inc(wire_bytes[1])
+        nanoseconds = (queue_ns, step.device_ns, step.copy_ns)
+        for phase, spent in zip(self._phases, nanoseconds, strict=True):
+            phase.observe(spent / 1e9)
+        for item, result in zip(items, step.results, strict=True):
+            self._service.step_items.labels(item.action).inc()
+            if result.error is not None:
+                self._service.item_errors.labels(result.error.reason).inc()
