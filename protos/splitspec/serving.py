@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -61,6 +62,9 @@ class Lifecycle:
         self.ready = False
         self.draining = False
         self.failure: EngineFailed | None = None
+        self.set_health: Callable[[bool], Awaitable[None]] | None = None
+        """Set by `serve`: says SERVING or NOT_SERVING between ready and drain, for a service that
+        needs a peer (the coordinator its verifier)."""
         self._stopping = asyncio.Event()
         self._idle: set[asyncio.Task[Any]] = set()
 
@@ -162,7 +166,8 @@ async def serve(
         try:
             if await _prepared(prepare, lifecycle):
                 lifecycle.ready = True
-                await _set_health(probe, names, health_pb2.HealthCheckResponse.SERVING)
+                lifecycle.set_health = partial(_report_health, probe, names)
+                await lifecycle.set_health(True)
                 logger.info("serving on %s", bound)
                 if on_ready is not None:
                     on_ready(bound)
@@ -188,6 +193,11 @@ async def _prepared(prepare: Callable[[], Awaitable[None]] | None, lifecycle: Li
         return not lifecycle.draining
     work.cancel()
     return False
+
+
+async def _report_health(probe: Any, names: Sequence[str], serving: bool) -> None:
+    status = health_pb2.HealthCheckResponse
+    await _set_health(probe, names, status.SERVING if serving else status.NOT_SERVING)
 
 
 async def _set_health(probe: Any, names: Sequence[str], status: int) -> None:

@@ -1,0 +1,261 @@
+"""The Generation service: check the request, run its rounds, stream what they emit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from coordinator import rounds
+from coordinator.config import CoordinatorConfig
+from coordinator.handshake import PROTOCOL_VERSION
+from coordinator.links import Links, ended
+from coordinator.output import Output
+from coordinator.requests import Plan, plan_request, refuse_unknown_fields
+from coordinator.sessions import Admission, Session
+from coordinator.statistics import (
+    Meters,
+    RequestClock,
+    describe_finish,
+    finish_message,
+    request_attributes,
+)
+from coordinator.template import ChatTemplate
+from coordinator.text import ModelText
+from splitspec import serving, telemetry
+from splitspec.errors import ModelMismatch, SplitspecError, UserError
+from splitspec.folders import model_folder
+from splitspec.metrics import CoordinatorMetrics, new_registry
+from splitspec.serving import Lifecycle, ServiceEntry
+from splitspec.v1 import generation_pb2 as pb
+from splitspec.v1 import generation_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "splitspec.v1.Generation"
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServicer):
+    """Serves any number of clients from one verifier and at most one drafter."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        text: ModelText,
+        lifecycle: Lifecycle,
+        tracing: telemetry.Tracing,
+        registry: CollectorRegistry,
+    ) -> None:
+        self._config = config
+        self._text = text
+        self._template = ChatTemplate(text)
+        self._lifecycle = lifecycle
+        self._tracing = tracing
+        self._admission = Admission(
+            queue_limit=config.queue_limit, wait_seconds=config.queue_seconds
+        )
+        metrics = CoordinatorMetrics(registry)
+        metrics.requests_running.set_function(lambda: self._admission.running_count)
+        metrics.requests_waiting.set_function(lambda: self._admission.waiting_count)
+        metrics.slots_in_use.set_function(lambda: self._admission.running_count)
+        self._meters = Meters(metrics)
+        self._health: asyncio.Task[None] | None = None
+        self.links = Links(
+            config,
+            tokenizer_hash=text.tokenizer_hash,
+            on_change=self._links_changed,
+            on_step=self._meters.step,
+        )
+
+    async def connect(self) -> None:
+        """Wait for the verifier.
+
+        Raises:
+            UserError: a peer does not fit; names the field and both values.
+        """
+        try:
+            await self.links.connect()
+        except ModelMismatch as error:
+            raise UserError(error.message) from error
+
+    async def GetModel(
+        self, request: pb.GenerationGetModelRequest, context: Any
+    ) -> pb.GenerationGetModelResponse:
+        """Say what is being served."""
+        del context
+        refuse_unknown_fields(request)
+        self._lifecycle.require_serving()
+        target = self.links.target
+        return pb.GenerationGetModelResponse(
+            protocol_version=PROTOCOL_VERSION,
+            model_id=target.model_id,
+            model_hash=target.model_hash,
+            max_context_length=target.max_context_length,
+            vocab_size=target.vocab_size,
+            draft_method=self.links.draft_method,
+            max_draft_count=target.max_draft_count,
+            precision=target.precision,
+            slot_count=target.slot_count,
+        )
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Generate one answer. A client that goes away ends its session at once (law L7)."""
+        clock = RequestClock()
+        self._lifecycle.require_serving()
+        plan = plan_request(
+            request, text=self._text, template=self._template, limits=self.links.limits()
+        )
+        answer = _Answer(plan, self._text, clock)
+        span = self._start_span(plan, context)
+        work = asyncio.create_task(self._run(plan, answer, span))
+        try:
+            while (response := await answer.next_response()) is not None:
+                yield response
+            finish = work.result()
+            yield pb.GenerateResponse(finish=finish)
+            self._meters.finished(finish)
+            describe_finish(span, finish, self.links.target.model_id)
+        except SplitspecError as error:
+            self._meters.failed(error.reason.lower())
+            span.fail(error.reason, error.message)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self._meters.failed("cancelled")
+            span.fail("CANCELLED", "the client went away")
+            raise
+        finally:
+            await ended(work)
+            span.end()
+
+    def _start_span(self, plan: Plan, context: Any) -> telemetry.Span:
+        if not self._tracing.enabled:
+            return telemetry.NO_SPAN
+        metadata = dict(context.invocation_metadata() or ())
+        parent = metadata.get(telemetry.TRACEPARENT_KEY, "")
+        return self._tracing.start(
+            telemetry.SPAN_GENERATE,
+            parent=parent if telemetry.parse_traceparent(parent) else "",
+            attributes=request_attributes(plan, self.links.target.model_id),
+        )
+
+    async def _run(self, plan: Plan, answer: _Answer, span: telemetry.Span) -> pb.Finish:
+        try:
+            queue = self._tracing.start(telemetry.SPAN_QUEUE, parent=span.traceparent)
+            async with self._admission.slot(queue.end):
+                return await self._generate(plan, answer, span)
+        finally:
+            answer.close()
+
+    async def _generate(self, plan: Plan, answer: _Answer, span: telemetry.Span) -> pb.Finish:
+        session = Session(
+            tokens=list(plan.prompt_ids),
+            prompt_length=len(plan.prompt_ids),
+            output_limit=plan.output_limit,
+            draft_count=plan.draft_count,
+            sampling=plan.sampling,
+            tracing=self._tracing,
+            span=span,
+        )
+        method = self.links.draft_method
+        emit = answer.emit
+        if self._config.metrics_address is not None:
+            emit = self._meters.round_meter(session, emit)
+        try:
+            with self.links.lanes(plan.draft_count) as (verifier, drafter):
+                reason = await rounds.generate(session, verifier, drafter, emit)
+        finally:
+            self._meters.session_ended(session, answer.output.count)
+        method = self.links.draft_method or method
+        return finish_message(session, answer.clock, answer.output.count, reason, method)
+
+    def _links_changed(self) -> None:
+        """Follow the verifier: its slots, and health that says SERVING only while it is there."""
+        link = self.links.verifier
+        if link.connected:
+            self._admission.resize(link.model.slot_count)
+        if self._lifecycle.set_health is not None and not self._lifecycle.draining:
+            self._health = asyncio.create_task(_report(self._lifecycle, link))
+
+
+async def _report(lifecycle: Lifecycle, link: Any) -> None:
+    if lifecycle.set_health is not None:
+        await lifecycle.set_health(link.connected)
+
+
+class _Answer:
+    """Between a request's rounds, which never wait for the client, and its stream."""
+
+    def __init__(self, plan: Plan, text: ModelText, clock: RequestClock) -> None:
+        self.output = Output(
+            text,
+            limit=plan.output_limit,
+            stop_token_ids=plan.stop_token_ids,
+            stops=plan.stops,
+        )
+        self.clock = clock
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def emit(self, ids: Sequence[int]) -> pb.FinishReason | None:
+        """Take a round's tokens."""
+        if ids:
+            self.clock.token()
+        finish = self.output.push(ids)
+        self._changed.set()
+        return finish
+
+    def close(self) -> None:
+        """Say that no more comes."""
+        self._closed = True
+        self._changed.set()
+
+    async def next_response(self) -> pb.GenerateResponse | None:
+        """Return what has come since the last call; None at the end."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await asyncio.sleep(0)  # the next round's step goes out first
+            ids, text = self.output.take()
+            if self._closed:
+                self._changed.set()
+            if ids or text:
+                return pb.GenerateResponse(token_ids=ids, text_delta=text)
+            if self._closed:
+                return None
+
+
+async def serve_coordinator(
+    config: CoordinatorConfig,
+    lifecycle: Lifecycle,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve Generation until the process is told to stop.
+
+    Raises:
+        UserError: the model folder, an address or a peer does not fit.
+    """
+    text = ModelText.load(model_folder(config.model, config.cache_dir))
+    registry = new_registry()
+    tracing = telemetry.setup_tracing("coordinator", config.otlp_endpoint, config.trace_file)
+    servicer = GenerationServicer(config, text, lifecycle, tracing, registry)
+    register = partial(generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+    try:
+        await serving.serve(
+            address=config.address,
+            services=[ServiceEntry(name=SERVICE_NAME, register=register)],
+            lifecycle=lifecycle,
+            prepare=servicer.connect,
+            on_ready=on_ready,
+            metrics_address=config.metrics_address,
+            registry=registry,
+        )
+    finally:
+        await servicer.links.close()
+        tracing.close()

@@ -1,0 +1,332 @@
+"""The link to one service: one long-lived stream, all ready items of all sessions in one step.
+
+While a step runs, items gather; when its answer is in, all of them go as the next step. A message
+costs about 120 us whatever it carries, so a round of 32 sessions must be one message, not 32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import count
+from time import perf_counter
+from typing import Any
+
+import grpc
+from google.protobuf import duration_pb2
+
+from coordinator.sessions import LinkLost, PeerAbsent
+from splitspec.channels import CLIENT_OPTIONS
+from splitspec.errors import ModelMismatch, SplitspecError
+from splitspec.wire_errors import error_from_item, error_from_rpc
+
+logger = logging.getLogger(__name__)
+
+
+class Rank(IntEnum):
+    """Order inside a step: free slots, take slots, decode, and prefill with what budget is left."""
+
+    RELEASE = 0
+    OPEN = 1
+    DECODE = 2
+    PREFILL = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkLimits:
+    """How long a link waits, and how much it puts into one step."""
+
+    connect_seconds: float = 5.0
+    step_seconds: float = 30.0
+    backoff_seconds: float = 0.05
+    max_backoff_seconds: float = 1.0
+    step_budget: int = 256
+    """Cost of the items of a step at most; one item with a cost always fits. The cost of a prefill
+    is its tokens, that of a draft item the bytes of its rows, that of a verify nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """What differs between the verifier's and the drafter's stream."""
+
+    peer: str
+    stub: Callable[[grpc.aio.Channel], Any]
+    model_request: Callable[[], Any]
+    step_request: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """One step's way: when it was sent and answered, and the seconds inside the service."""
+
+    sent: float
+    answered: float
+    service: float
+
+
+class Ready:
+    """An item that waits for the next step, or is in it. Nobody waits where `answer` is None."""
+
+    __slots__ = ("answer", "cost", "item", "session")
+
+    def __init__(
+        self, session: int, item: Any, cost: int, answer: asyncio.Future[tuple[Any, Trip]] | None
+    ) -> None:
+        self.session = session
+        self.item = item
+        self.cost = cost
+        self.answer = answer
+
+
+class StepLink:
+    """Keeps one peer connected and runs steps on it.
+
+    `accept` gets the handshake's answer and raises ModelMismatch when the peer does not fit.
+    `on_change` is called after the link came up or went down. Every connection is one epoch: the
+    peer frees all sessions when a stream ends (law L7), so items of an older epoch are refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        dialect: Dialect,
+        address: str,
+        limits: LinkLimits,
+        accept: Callable[[Any], None],
+        on_change: Callable[[], None] = lambda: None,
+        on_step: Callable[[int, int, Trip], None] | None = None,
+    ) -> None:
+        self._dialect = dialect
+        self._address = address
+        self._limits = limits
+        self._accept = accept
+        self._on_change = on_change
+        self._on_step = on_step
+        self._queues: tuple[deque[Ready], ...] = tuple(deque() for _ in Rank)
+        self._in_flight: list[Ready] = []
+        self._wake = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._sessions = count(1)
+        self._task: asyncio.Task[None] | None = None
+        self.epoch = 0
+        self.connected = False
+        self.model: Any = None
+        self.refusal: ModelMismatch | None = None
+        self.problem = "not connected yet"
+        self.step_count = 0
+
+    def start(self) -> None:
+        """Connect, and reconnect for ever, in the background."""
+        self._task = asyncio.create_task(self._keep_connected())
+
+    async def close(self) -> None:
+        """End the stream; the peer frees its sessions."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def new_session(self) -> int:
+        """Return a session number that was never used on this link."""
+        return next(self._sessions)
+
+    async def ready(self, patience_seconds: float | None) -> int:
+        """Wait until the peer is connected (None: for ever); return the epoch.
+
+        Raises:
+            ModelMismatch: the peer that is there does not fit.
+            PeerAbsent: none came within the patience.
+        """
+        try:
+            async with asyncio.timeout(patience_seconds):
+                while not self.connected and self.refusal is None:
+                    await self._settled.wait()
+        except TimeoutError:
+            raise PeerAbsent(
+                f"no {self._dialect.peer} at {self._address} for {patience_seconds:g} s: "
+                f"{self.problem}"
+            ) from None
+        if self.refusal is not None:
+            raise ModelMismatch(self.refusal.message, **self.refusal.metadata)
+        return self.epoch
+
+    def submit(
+        self, epoch: int, rank: Rank, session: int, item: Any, cost: int = 0
+    ) -> asyncio.Future[tuple[Any, Trip]]:
+        """Put `item` into the next step; the future gets its result and the step's trip.
+
+        It fails with the item's error, or with LinkLost.
+        """
+        answer: asyncio.Future[tuple[Any, Trip]] = asyncio.get_running_loop().create_future()
+        if not self.connected or epoch != self.epoch:
+            answer.set_exception(LinkLost(f"the {self._dialect.peer} was lost: {self.problem}"))
+        else:
+            self._queues[rank].append(Ready(session, item, cost, answer))
+            self._wake.set()
+        return answer
+
+    def release(self, epoch: int, session: int, item: Any) -> None:
+        """Put a release into the next step. A peer that was lost has released already (L7)."""
+        if self.connected and epoch == self.epoch:
+            self._queues[Rank.RELEASE].append(Ready(session, item, 0, None))
+            self._wake.set()
+
+    async def _keep_connected(self) -> None:
+        backoff = self._limits.backoff_seconds
+        while True:
+            epoch = self.epoch
+            try:
+                await self._connect_and_run()
+            except grpc.aio.AioRpcError as error:
+                problem: SplitspecError = error_from_rpc(error)
+            except SplitspecError as error:
+                problem = error
+            except TimeoutError:
+                problem = LinkLost(f"no answer within {self._limits.step_seconds:g} s")
+            except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+                problem = LinkLost(str(error))  # gRPC: the call ended before a write
+            self._lose(problem)
+            if self.epoch != epoch:
+                backoff = self._limits.backoff_seconds
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, self._limits.max_backoff_seconds)
+
+    async def _connect_and_run(self) -> None:
+        # NOTE: a channel of its own each time: gRPC's shared one has a backoff that we cannot see.
+        options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            stub = self._dialect.stub(channel)
+            model = await stub.GetModel(
+                self._dialect.model_request(), timeout=self._limits.connect_seconds
+            )
+            self._accept(model)
+            call = stub.RunSteps()
+            call.add_done_callback(lambda _: self._wake.set())
+            self._up(model)
+            try:
+                await self._run_steps(call)
+            finally:
+                call.cancel()
+
+    def _up(self, model: Any) -> None:
+        logger.info("%s at %s connected", self._dialect.peer, self._address)
+        self.model = model
+        self.refusal = None
+        self.epoch += 1
+        self.connected = True
+        self._settled.set()
+        self._on_change()
+
+    def _lose(self, problem: SplitspecError) -> None:
+        """Fail everything that waits; what was in flight is unknown, and replay mends that."""
+        was_connected, self.connected = self.connected, False
+        if was_connected or problem.message != self.problem:
+            logger.warning("%s at %s: %s", self._dialect.peer, self._address, problem.message)
+        self.problem = problem.message
+        self.refusal = problem if isinstance(problem, ModelMismatch) else None
+        lost = [*self._in_flight, *(ready for queue in self._queues for ready in queue)]
+        self._in_flight = []
+        for queue in self._queues:
+            queue.clear()
+        for ready in lost:
+            if ready.answer is not None and not ready.answer.done():
+                ready.answer.set_exception(
+                    LinkLost(f"the {self._dialect.peer} was lost: {problem.message}")
+                )
+        if self.refusal is not None:
+            self._settled.set()
+        else:
+            self._settled.clear()
+        self._on_change()
+
+    async def _run_steps(self, call: Any) -> None:
+        """Run one step after the other; returns only by raising."""
+        numbers = count(1)
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if call.done():
+                raise await _ending(call)
+            while batch := self._take():
+                await self._run_step(call, next(numbers), batch)
+                if any(self._queues):
+                    await asyncio.sleep(0)  # sessions that this answer woke join the next step
+
+    async def _run_step(self, call: Any, number: int, batch: list[Ready]) -> None:
+        self._in_flight = batch
+        request = self._dialect.step_request(step=number, items=[ready.item for ready in batch])
+        sent = perf_counter()
+        async with asyncio.timeout(self._limits.step_seconds):
+            await call.write(request)
+            reply = await call.read()
+        if reply is grpc.aio.EOF:
+            raise await _ending(call)
+        trip = Trip(sent, perf_counter(), _service_seconds(reply.timings))
+        if reply.step != number or [r.session for r in reply.results] != [
+            ready.session for ready in batch
+        ]:
+            raise LinkLost(f"the answer does not belong to step {number}")
+        self._in_flight = []
+        self.step_count += 1
+        for ready, result in zip(batch, reply.results, strict=True):
+            answer = ready.answer
+            if answer is None or answer.done():
+                continue
+            if result.HasField("error"):
+                answer.set_exception(error_from_item(result.error))
+            else:
+                answer.set_result((result, trip))
+        if self._on_step is not None:
+            self._on_step(request.ByteSize(), reply.ByteSize(), trip)
+
+    def _take(self) -> list[Ready]:
+        """Take the items of the next step.
+
+        One decode or prefill item a session; items with a cost only within the budget. What does
+        not fit stays at the front of its queue, and sessions come back at the end: they rotate.
+        """
+        batch: list[Ready] = []
+        budget = self._limits.step_budget
+        full: set[int] = set()
+        for rank, queue in enumerate(self._queues):
+            kept: list[Ready] = []
+            for ready in queue:
+                if ready.answer is not None and ready.answer.done():
+                    continue  # cancelled: nobody waits for it any more
+                fits = not ready.cost or ready.cost <= budget or budget == self._limits.step_budget
+                if rank >= Rank.DECODE:
+                    if ready.session in full or not fits:
+                        full.add(ready.session)
+                        kept.append(ready)
+                        continue
+                    full.add(ready.session)
+                    budget -= ready.cost
+                batch.append(ready)
+            queue.clear()
+            queue.extend(kept)
+        return batch
+
+
+async def _ending(call: Any) -> SplitspecError:
+    """Return why a stream ended, as an error."""
+    try:
+        await call.code()
+        return LinkLost(f"the stream ended: {(await call.code()).name} {await call.details()}")
+    except asyncio.CancelledError:
+        if not call.cancelled():
+            raise
+        return LinkLost("the stream was cancelled")
+
+
+def _service_seconds(timings: Any) -> float:
+    return sum(map(seconds, (timings.queue, timings.device, timings.copy)))
+
+
+def seconds(duration: duration_pb2.Duration) -> float:
+    """Return a Duration as seconds."""
+    return duration.seconds + duration.nanos * 1e-9

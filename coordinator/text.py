@@ -1,0 +1,185 @@
+"""Tokens to text and back: the model folder's tokenizer, and detokenisation as tokens come."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from splitspec.errors import UserError
+
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelText:
+    """What the coordinator reads of a model folder: everything but the weights."""
+
+    tokenizer: Tokenizer
+    tokenizer_hash: str
+    eos_token_ids: frozenset[int]
+    """The model's own end tokens."""
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    """`bos_token`, `eos_token`, ... as the chat template sees them."""
+    byte_token_ids: frozenset[int]
+    """Tokens that stand for one byte of a byte-fallback tokenizer. A run of them decodes as a
+    whole, so its text can change while it grows."""
+    special_token_ids: frozenset[int]
+    """Tokens without text."""
+    longest_token: int
+    """Characters of the longest token: bounds the tokens of a text from below."""
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelText:
+        """Read tokenizer.json, tokenizer_config.json, config.json, generation_config.json.
+
+        Raises:
+            UserError: a file is missing or cannot be read.
+        """
+        path = folder / "tokenizer.json"
+        try:
+            content = path.read_bytes()
+            tokenizer = Tokenizer.from_str(content.decode())
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise UserError(f"{path} is not a tokenizer: {error}") from error
+        settings = _json(folder / "tokenizer_config.json")
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        falls_back = '"ByteFallback"' in json.dumps(json.loads(content).get("decoder"))
+        return cls(
+            tokenizer=tokenizer,
+            tokenizer_hash=hashlib.sha256(content).hexdigest(),
+            eos_token_ids=_eos_token_ids(folder, settings, vocabulary),
+            chat_template=_chat_template(folder, settings),
+            special_tokens={
+                key: text
+                for key in settings
+                if key.endswith("_token") and (text := _text(settings, key))
+            },
+            byte_token_ids=frozenset(
+                token
+                for text, token in vocabulary.items()
+                if falls_back and _BYTE_TOKEN.fullmatch(text)
+            ),
+            special_token_ids=frozenset(
+                token
+                for token, added in tokenizer.get_added_tokens_decoder().items()
+                if added.special
+            ),
+            longest_token=max(map(len, vocabulary), default=1),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of `text`."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def is_skipped(self, token: int) -> bool:
+        """Return whether decoding leaves `token` out: special, or no token at all."""
+        return token in self.special_token_ids or self.tokenizer.id_to_token(token) is None
+
+
+class Detokenizer:
+    """Turns tokens into text as they come.
+
+    What `push` and `flush` return adds up to the text of all tokens decoded at once, whatever the
+    bytes: nothing that was returned ever changes, and no character is split. Text is held back
+    while it ends in an incomplete character, or in a run of byte-fallback tokens.
+    """
+
+    def __init__(self, text: ModelText) -> None:
+        self._decode = text.tokenizer.decode
+        self._text = text
+        self._in_byte_run = False
+        self._ids: list[int] = []
+        self._start = 0
+        """Decoding starts here: some decoders treat the first token of a text differently, so a
+        few tokens whose text is out already go first."""
+        self._done = 0
+        """Text up to here is out."""
+
+    def push(self, ids: list[int]) -> str:
+        """Take newly emitted tokens; return the text that can no longer change."""
+        self._ids += ids
+        if self._text.byte_token_ids:
+            self._follow_byte_run(ids)
+        if self._in_byte_run:
+            return ""
+        text = self._pending()
+        if text.endswith(REPLACEMENT):
+            return ""
+        self._advance(text)
+        return text
+
+    def flush(self) -> str:
+        """Return what was held back: no token follows."""
+        text = self._pending()
+        self._advance(text)
+        return text
+
+    def _follow_byte_run(self, ids: list[int]) -> None:
+        for token in ids:
+            if not self._text.is_skipped(token):  # a run goes on across tokens without text
+                self._in_byte_run = token in self._text.byte_token_ids
+
+    def _pending(self) -> str:
+        window: str = self._decode(self._ids[self._start :])
+        shown: str = self._decode(self._ids[self._start : self._done])
+        return window[len(shown) :]
+
+    def _advance(self, text: str) -> None:
+        if text:  # context must have text of its own: tokens without any do not make one
+            self._start = self._done
+        self._done = len(self._ids)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _text(settings: dict[str, Any], key: str) -> str:
+    """Return a special token, written as its text or as an object with a `content`."""
+    value = settings.get(key)
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """Return the chat template: a file of its own, or in tokenizer_config.json (also as a list)."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _eos_token_ids(
+    folder: Path, settings: dict[str, Any], vocabulary: dict[str, int]
+) -> frozenset[int]:
+    """Return the union of what the three files call the end."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _json(folder / name).get("eos_token_id")
+        ids.update([value] if isinstance(value, int) else value or [])
+    eos = vocabulary.get(_text(settings, "eos_token"))
+    return frozenset(ids if eos is None else ids | {eos})

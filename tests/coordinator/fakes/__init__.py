@@ -1,0 +1,1 @@
+"""Verifiers and drafters without models: a target that is a hash, and peers that misbehave."""
