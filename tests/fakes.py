@@ -106,7 +106,7 @@ class FakeTarget:
     def _run(self, span: Span) -> SpanOutput:
         info = self._info
         count = len(span.token_ids)
-        assert 1 <= count, span
+        assert count >= 1, span
         assert 0 <= span.logits_count <= count, span
         assert span.start + count <= info.max_context_length, span
         assert all(0 <= token_id < info.vocab_size for token_id in span.token_ids), span
