@@ -12,7 +12,7 @@ causal mask and the layer's sliding window.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +124,8 @@ class SelfAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotate
+        """Exported programs put an equal form here that lowers better."""
         self.attention = attention
 
     def forward(
@@ -140,7 +142,7 @@ class SelfAttention(nn.Module):
         v = self.v_proj(x).view(-1, self.n_kv_heads, self.head_dim)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
         mixed = self.attention(q, k, v, positions, slot)
         return self.o_proj(mixed.reshape(-1, self.n_heads * self.head_dim))
 
