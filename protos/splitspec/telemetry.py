@@ -151,7 +151,7 @@ class Tracing:
         requests that the step served and they link it, so every request is one or two links from
         its step mates at 2 N links a step instead of N * N.
         """
-        traced = [i for i, parent in enumerate(parents) if parent]
+        traced = [i for i, parent in enumerate(parents) if parse_traceparent(parent)]
         for i in traced:
             others = traced[1:] if i == traced[0] else traced[:1]
             self.record(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from splitspec.errors import DOMAIN, Code, NotReady, SplitspecError, from_wire
+from splitspec.errors import DOMAIN, Code, InvalidArgument, NotReady, SplitspecError, from_wire
 from splitspec.v1 import step_pb2
 
 logger = logging.getLogger(__name__)
@@ -93,29 +94,46 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             method = getattr(handler, kind)
             if method is not None:
                 wrap = _mapped_stream if inspect.isasyncgenfunction(method) else _mapped_call
-                return handler._replace(**{kind: wrap(method)})
+                parse = _as_it_is if handler.request_streaming else handler.request_deserializer
+                parsed_by_grpc = handler.request_deserializer if handler.request_streaming else None
+                return handler._replace(
+                    request_deserializer=parsed_by_grpc, **{kind: wrap(method, parse)}
+                )
         return handler
 
 
-def _mapped_call(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Any]:
+Parse = Callable[[Any], Any]
+"""How a handler gets its request. A single request is parsed inside the mapping, so that bytes
+that are no message are INVALID_ARGUMENT; a stream's messages are parsed where they are read."""
+
+
+def _as_it_is(request: Any) -> Any:
+    return request
+
+
+def _mapped_call(
+    method: Callable[[Any, Any], Awaitable[Any]], parse: Parse
+) -> Callable[[Any, Any], Any]:
     async def call(request: Any, context: Any) -> Any:
         try:
-            return await method(request, context)
+            return await method(parse(request), context)
         except Exception as error:
             await abort(context, _to_splitspec(error))
 
     return call
 
 
-def _mapped_stream(method: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], Any]:
+def _mapped_stream(
+    method: Callable[[Any, Any], AsyncGenerator[Any, None]], parse: Parse
+) -> Callable[[Any, Any], Any]:
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        # aclosing: a cancelled call must run the handler's cleanup now, not at collection (L7).
-        async with contextlib.aclosing(method(request, context)) as responses:  # type: ignore[type-var]
-            try:
+        try:
+            # aclosing: a cancelled call runs the handler's cleanup now, not at collection (L7).
+            async with contextlib.aclosing(method(parse(request), context)) as responses:
                 async for response in responses:
                     yield response
-            except Exception as error:
-                await abort(context, _to_splitspec(error))
+        except Exception as error:
+            await abort(context, _to_splitspec(error))
 
     return stream
 
@@ -125,5 +143,7 @@ def _to_splitspec(error: Exception) -> SplitspecError:
         raise error  # the handler aborted by itself
     if isinstance(error, SplitspecError):
         return error
+    if isinstance(error, DecodeError):
+        return InvalidArgument.of("request", "not parseable", "a message of the protocol")
     logger.error("a handler failed", exc_info=error)
     return SplitspecError(f"{type(error).__name__}: {error}"[:500])

@@ -1,0 +1,192 @@
+"""The drafter as a process: start, stop, a user's mistakes, and what it does without."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from splitspec.v1 import drafter_pb2 as pb
+from splitspec.v1.drafter_pb2_grpc import DrafterStub
+from tests.drafter_service.served import draft, opened, released
+
+ROOT = Path(__file__).parents[2]
+LIMIT_SECONDS = 30.0
+SERVE = [sys.executable, "-m", "drafter_service", "serve"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def process(
+    command: list[str], address: str
+) -> Iterator[tuple[subprocess.Popen[str], DrafterStub]]:
+    """Run `command`, wait for SERVING on `address`; end it by its id."""
+    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        with grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="splitspec.v1.Drafter")
+            reply = health.Check(request, timeout=LIMIT_SECONDS, wait_for_ready=True)
+            limit = time.monotonic() + LIMIT_SECONDS
+            while reply.status != health_pb2.HealthCheckResponse.SERVING:
+                assert time.monotonic() < limit
+                time.sleep(0.02)
+                reply = health.Check(request, timeout=LIMIT_SECONDS)
+            yield child, DrafterStub(channel)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def failed(command: list[str], **environment: str) -> str:
+    """Run a command that must fail by a user's mistake; return its one error line."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.stderr.splitlines()[-1:] == errors
+    return errors[0]
+
+
+def test_sigterm_drains_and_exits_with_0(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/d.sock"
+    with process([*SERVE, "--address", address, "--slot-count", "2"], address) as (child, stub):
+        assert stub.GetModel(pb.DrafterGetModelRequest()).slot_count == 2
+        requests = (
+            pb.DrafterRunStepsRequest(step=i + 1, items=items)
+            for i, items in enumerate([[opened(1)], [draft(1, 0, [1])], [released(1)]])
+        )
+        assert len(list(stub.RunSteps(requests, timeout=LIMIT_SECONDS))) == 3
+        child.send_signal(signal.SIGTERM)
+        _, errors = child.communicate(timeout=LIMIT_SECONDS)
+        assert child.returncode == 0, errors
+        assert "Traceback" not in errors
+
+
+def test_sigterm_ends_a_stream_without_sessions_at_once(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/d.sock"
+    with process([*SERVE, "--address", address], address) as (child, stub):
+        replies = stub.RunSteps(_held_open(child), timeout=LIMIT_SECONDS)
+        assert next(replies).step == 1
+        child.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:
+            next(replies)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        child.communicate(timeout=LIMIT_SECONDS)
+        assert child.returncode == 0
+        assert time.monotonic() - started < 9  # well before a drain's limit of ten seconds
+
+
+def _held_open(child: subprocess.Popen[str]) -> Iterator[pb.DrafterRunStepsRequest]:
+    yield pb.DrafterRunStepsRequest(step=1)
+    while child.poll() is None:
+        time.sleep(0.05)
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        assert failed([*SERVE, "--address", address]) == (
+            f"error: cannot listen on {address}: Address already in use"
+        )
+        line = failed(
+            [*SERVE, "--address", f"127.0.0.1:{free_port()}", "--metrics-address", address]
+        )
+        assert line == f"error: cannot serve metrics on {address}: Address already in use"
+
+
+def test_a_socket_that_another_drafter_serves_on_is_not_taken_over(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/d.sock"
+    with process([*SERVE, "--address", address], address) as (_, stub):
+        line = failed([*SERVE, "--address", address])
+        assert line == f"error: cannot listen on {address}: another process listens there"
+        assert stub.GetModel(pb.DrafterGetModelRequest(), timeout=LIMIT_SECONDS).method == "ngram"
+
+
+def test_the_socket_of_a_killed_drafter_is_taken_over(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/d.sock"
+    with process([*SERVE, "--address", address], address) as (child, _):
+        child.kill()
+        child.wait()
+    with process([*SERVE, "--address", address], address) as (_, stub):
+        assert stub.GetModel(pb.DrafterGetModelRequest(), timeout=LIMIT_SECONDS).method == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--draft", "/models/eagle3"], "--draft '/models/eagle3'"),
+        (["--ngram-min", "9"], "--ngram-min 9"),
+        (["--address", "nonsense"], "nonsense"),
+        (["--address", "127.0.0.1:99999"], "127.0.0.1:99999"),
+        (["--address", "unix:/nonexistent/d.sock"], "/nonexistent/d.sock"),
+        (["--trace-file", "/proc/nothing/t.jsonl"], "/proc/nothing/t.jsonl"),
+    ],
+)
+def test_a_wrong_flag_is_one_clear_line(flags: list[str], named: str) -> None:
+    assert named in failed([*SERVE, *flags])
+
+
+def test_flags_are_read_from_the_environment() -> None:
+    assert "--slot-count 0" in failed(SERVE, SPLITSPEC_SLOT_COUNT="0")
+
+
+def test_the_metrics_endpoint_reports_steps_and_slots(tmp_path: Path) -> None:
+    address, metrics = f"unix:{tmp_path}/d.sock", f"127.0.0.1:{free_port()}"
+    command = [*SERVE, "--address", address, "--metrics-address", metrics]
+    with process(command, address) as (_, stub):
+        read = threading.Event()
+
+        def requests() -> Iterator[pb.DrafterRunStepsRequest]:
+            yield pb.DrafterRunStepsRequest(step=1, items=[opened(1), opened(2)])
+            read.wait(LIMIT_SECONDS)
+            yield pb.DrafterRunStepsRequest(step=2, items=[draft(7, 0, [1])])
+
+        replies = stub.RunSteps(requests(), timeout=LIMIT_SECONDS)
+        next(replies)
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5) as page:
+            assert "slots_in_use 2.0" in page.read().decode()
+        read.set()
+        assert len(list(replies)) == 1
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5) as page:
+            text = page.read().decode()
+    assert "steps_total 2.0" in text
+    assert 'step_items_total{action="open"} 2.0' in text
+    assert 'item_errors_total{reason="SESSION_NOT_FOUND"} 1.0' in text
+    assert 'step_seconds_count{phase="device"} 2.0' in text
+    assert "process_resident_memory_bytes" in text
+
+
+def test_ngram_is_served_without_torch() -> None:
+    script = "import sys; sys.modules['torch'] = None; import drafter_service.__main__, "
+    script += "drafter_service.ngram as n; from drafter_service.config import DrafterConfig; "
+    script += "assert n.load(DrafterConfig()).info.method == 'ngram'"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=LIMIT_SECONDS)
