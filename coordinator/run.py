@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ READY_SECONDS = 600.0
 QUIET_SECONDS = 15.0
 """How often a wait is mentioned where there is no terminal to redraw."""
 PULL_USER_ERROR = 2
+LOG_PREFIX = re.compile(r"^[\d-]+ [\d:,]+ \w+ [A-Z]+ ")
 SERVICE_MODULES = {
     "drafter": "drafter_service",
     "verifier": "verifier_service",
@@ -168,9 +170,9 @@ class Waiting:
 
     def show(self, name: str, line: str) -> None:
         """Say that the service `name`, which last logged `line`, is not ready yet."""
-        text = Text(f"starting the {name}  {line}")
+        text = Text(f"starting the {name}  {LOG_PREFIX.sub('', line)}")
+        text.truncate(max(20, self._console.width - 4), overflow="ellipsis")
         if self._console.is_terminal:
-            text.truncate(max(20, self._console.width - 4), overflow="ellipsis")
             self._status.update(text)
         elif time.monotonic() - self._mentioned > QUIET_SECONDS:
             self._mentioned = time.monotonic()
