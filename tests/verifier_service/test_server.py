@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitspec.serving import error_from_rpc
 from splitspec.v1 import rows_pb2
@@ -205,6 +205,8 @@ async def test_several_streams_are_independent(tmp_path):
 async def test_ENGINE_FAILED_ends_every_stream_health_and_the_process(tmp_path, fault):
     async with serving(tmp_path) as service, stream_of(service) as other:
         await other.start(1, [1])
+        watch = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == SERVING
         async with stream_of(service) as stream:
             bonus = await stream.start(1, [1, 2])
             service.target.nan = fault == "nan"
@@ -212,6 +214,8 @@ async def test_ENGINE_FAILED_ends_every_stream_health_and_the_process(tmp_path, 
             await stream.send(window(1, 2, bonus))
             assert await reason_of(stream.call.read()) == "ENGINE_FAILED"
             assert await stream.status() == grpc.StatusCode.INTERNAL
+        assert (await watch.read()).status == NOT_SERVING
+        watch.cancel()
         assert await other.status() != grpc.StatusCode.OK
         assert service.lifecycle.failure is not None
         async with asyncio.timeout(5):
