@@ -63,6 +63,7 @@ class FakeDrafter(Peer):
 
     async def GetModel(self, request: Any, context: Any) -> pb.DrafterGetModelResponse:
         """Answer the handshake."""
+        del request, context
         return self.model
 
     def run(self, sessions: dict[int, Context], request: Any, error: Any) -> Any:

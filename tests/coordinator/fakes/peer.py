@@ -89,6 +89,7 @@ class Peer:
 
     async def RunSteps(self, request_iterator: Any, context: Any) -> Any:
         """Answer steps until the stream ends; its sessions end with it."""
+        del context
         stream = object()
         self.held[stream] = {}
         try:

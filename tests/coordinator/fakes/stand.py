@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.config import CoordinatorConfig
 from coordinator.server import serve_coordinator
@@ -71,6 +72,18 @@ class Stand:
             finish = reply.finish if reply.HasField("finish") else None
         assert finish is not None
         return Answer(ids, "".join(text), finish)
+
+    async def serves(self) -> bool:
+        """Return what health says."""
+        health = health_pb2_grpc.HealthStub(self.channel)
+        reply = await health.Check(health_pb2.HealthCheckRequest())
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def wait_serving(self, serving: bool = True) -> None:
+        """Wait until health says so."""
+        async with asyncio.timeout(5):
+            while await self.serves() != serving:
+                await asyncio.sleep(0.01)
 
     async def settle(self, seconds: float = 1.0) -> None:
         """Wait until no slot is held at either peer (law L7)."""

@@ -66,6 +66,7 @@ class FakeVerifier(Peer):
 
     async def GetModel(self, request: Any, context: Any) -> pb.VerifierGetModelResponse:
         """Answer the handshake."""
+        del request, context
         return self.model
 
     def run(self, sessions: dict[int, Slot], request: Any, error: Any) -> Any:

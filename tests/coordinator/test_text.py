@@ -1,0 +1,163 @@
+"""Detokenisation as tokens come equals decoding them at once; the library's decoder is the law."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from coordinator.text import Detokenizer, ModelText
+from splitspec.errors import UserError
+from tests.tiny import write_tiny_tokenizer
+
+
+def _byte_fallback_tokenizer(folder: Path, *, metaspace: bool) -> None:
+    """Write a tokenizer in the way of Llama 2: word pieces with bars, and one token a byte."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces += ["▁", "▁a", "a", "b", "▁the", "é", "日", "▁▁", "\n", "🙂", "\u0301"]
+    model = models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    first = decoders.Metaspace() if metaspace else decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence(
+        [first, decoders.ByteFallback(), decoders.Fuse()]
+        + ([] if metaspace else [decoders.Strip(" ", 1, 0)])
+    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in pieces[:3]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "byte-level": write_tiny_tokenizer,
+    "byte-fallback": lambda folder: _byte_fallback_tokenizer(folder, metaspace=False),
+    "metaspace": lambda folder: _byte_fallback_tokenizer(folder, metaspace=True),
+}
+_LOADED: dict[str, ModelText] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _load(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for name, write in WRITERS.items():
+        folder = tmp_path_factory.mktemp("text")
+        write(folder)
+        _LOADED[name] = ModelText.load(folder)
+
+
+def _grow(text: ModelText, groups: list[list[int]]) -> tuple[str, list[str]]:
+    detokenizer = Detokenizer(text)
+    deltas = [detokenizer.push(list(group)) for group in groups]
+    deltas.append(detokenizer.flush())
+    assert detokenizer.flush() == ""
+    return "".join(deltas), deltas
+
+
+def _check(name: str, groups: list[list[int]]) -> None:
+    text = _LOADED[name]
+    ids = [token for group in groups for token in group]
+    whole = text.tokenizer.decode(ids)
+    grown, deltas = _grow(text, groups)
+    assert grown == whole
+    for delta in deltas[:-1]:
+        delta.encode()  # a split surrogate would not encode
+    # The same whatever the rounds: one token at a time.
+    assert _grow(text, [[token] for token in ids])[0] == whole
+
+
+groups_of_ids = st.lists(st.lists(st.integers(0, 275), min_size=1, max_size=8), max_size=20)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=300, deadline=None)
+@given(groups=groups_of_ids)
+@example(groups=[[0, 1], [2], [259, 260]])
+@example(groups=[[3 + 0xC3], [2], [3 + 0xA9], [260]])  # a special token inside a run of bytes
+@example(groups=[[259], [259], [260], [266]])  # spaces first
+def test_random_ids_grow_to_what_they_decode_to_at_once(name: str, groups: list[list[int]]) -> None:
+    _check(name, groups)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.lists(
+        st.one_of(
+            st.text(max_size=4).map(lambda t: t.encode("utf-8", "surrogatepass")),
+            st.sampled_from(
+                [
+                    "🙂".encode(),
+                    "👩‍👩‍👧".encode(),
+                    "e\u0301".encode(),
+                    "日本".encode(),
+                    b"\xff",
+                    b"\xe2\x82",
+                    b"\xf0\x9f",
+                    b"\xed\xa0\x80",
+                    b"\xc0\xaf",
+                    "\ufffd".encode(),
+                ]
+            ),
+        ),
+        max_size=8,
+    ),
+    size=st.integers(1, 8),
+)
+def test_odd_bytes_grow_to_what_they_decode_to_at_once(
+    name: str, data: list[bytes], size: int
+) -> None:
+    ids = [_byte_token(name, byte) for byte in b"".join(data)]
+    _check(name, [ids[i : i + size] for i in range(0, len(ids), size)])
+
+
+def _byte_token(name: str, byte: int) -> int:
+    if name != "byte-level":
+        return 3 + byte
+    # The byte-level alphabet as GPT-2 defines it: printable bytes are themselves.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [i for i in range(256) if i not in printable]
+    char = chr(byte) if byte in printable else chr(256 + others.index(byte))
+    token = _LOADED[name].tokenizer.token_to_id(char)
+    assert token is not None
+    return int(token)
+
+
+def test_a_character_is_shown_only_when_it_is_complete() -> None:
+    detokenizer = Detokenizer(_LOADED["byte-level"])
+    shown = [detokenizer.push([_byte_token("byte-level", byte)]) for byte in "é🙂!".encode()]
+    assert shown == ["", "é", "", "", "", "🙂", "!"]
+
+
+def test_end_tokens_are_the_union_of_what_the_files_say(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
+    assert ModelText.load(tmp_path).eos_token_ids == {2, 7, 8, 9}  # 2 is <|im_end|>
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_a_broken_file_is_one_line_that_names_it(tmp_path: Path, name: str) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text("{ broken")
+    with pytest.raises(UserError, match=name):
+        ModelText.load(tmp_path)
+
+
+def test_a_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        ModelText.load(tmp_path)
+
+
+def test_chat_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    content = json.loads(path.read_text())
+    assert ModelText.load(tmp_path).chat_template == content["chat_template"]
+    named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
+    path.write_text(json.dumps({**content, "chat_template": named}))
+    assert ModelText.load(tmp_path).chat_template == "D"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert ModelText.load(tmp_path).chat_template == "J"
