@@ -50,20 +50,18 @@ def _decode_action(item: drafter_pb2.DraftItem, info: DrafterInfo) -> Item:
     if item.session == 0:
         raise InvalidArgument.of("session", 0, "a number that is not 0")
     refuse_unknown("item", item)
+    action = item.WhichOneof("action")
+    if action == "release":  # whatever lengths the peers believe: they end with the session
+        refuse_unknown("release", item.release)
+        return ReleaseItem(session_id=item.session)
     if not item.HasField("context_length"):
         raise InvalidArgument.of("context_length", "not set", "the length the sender believes")
-    action = item.WhichOneof("action")
-    match action:
-        case "draft":
-            return _decode_draft(item, info)
-        case "open":
-            if item.context_length:
-                raise InvalidArgument.of("context_length", item.context_length, "0 for open")
-            parameters = _decode_parameters(item.open)
-            return OpenItem(session_id=item.session, parameters=parameters)
-        case "release":
-            refuse_unknown("release", item.release)
-            return ReleaseItem(session_id=item.session)
+    if action == "draft":
+        return _decode_draft(item, info)
+    if action == "open":
+        if item.context_length:
+            raise InvalidArgument.of("context_length", item.context_length, "0 for open")
+        return OpenItem(session_id=item.session, parameters=_decode_parameters(item.open))
     raise InvalidArgument.of("action", action, "open, draft or release")
 
 

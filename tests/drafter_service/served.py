@@ -100,8 +100,8 @@ def draft(
 
 
 def released(session: int) -> pb.DraftItem:
-    """Return an item that releases a session."""
-    return pb.DraftItem(session=session, context_length=0, release=pb.ReleaseDraftSession())
+    """Return an item that releases a session; it needs no length."""
+    return pb.DraftItem(session=session, release=pb.ReleaseDraftSession())
 
 
 def ngram(**fields: Any) -> Drafter:

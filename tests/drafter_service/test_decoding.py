@@ -46,6 +46,7 @@ def refusal(item: pb.DraftItem, drafter: DrafterInfo) -> dict[str, str]:
         (pb.DraftItem(session=0, context_length=0, open={}), "session"),
         (pb.DraftItem(session=1, open={}), "context_length"),
         (pb.DraftItem(session=1, context_length=0), "action"),
+        (pb.DraftItem(session=1, draft={}), "context_length"),
         (pb.DraftItem(session=1, context_length=3, open={}), "context_length"),
         (opened(1, draft_sampling=9), "open.draft_sampling"),
         (opened(1, sampling={"temperature": -0.1}), "sampling.temperature"),
