@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def run_prompt(question: Question, config: RunConfig) -> None:
         UserError: a user's mistake, also one that a service found.
         ServiceFailed, AskFailed: a service could not start or answer.
     """
-    _prepare_model(config.model, config.cache_dir)
+    config = replace(config, model=_prepared_model(config.model, config.cache_dir))
     with (
         tempfile.TemporaryDirectory(prefix="splitspec-", dir=_socket_parent()) as sockets,
         Waiting() as waiting,
@@ -132,20 +133,32 @@ def _answer(question: Question, config: RunConfig, address: str) -> None:
         print(comparison_line(split, target_only), file=sys.stderr)
 
 
-def _prepare_model(model: str, cache_dir: Path) -> None:
-    """Pull the model when it is neither a folder nor here already; shows the puller's progress."""
-    try:
-        model_folder(model, cache_dir)
-    except UserError:
-        pull = ["-P", "-m", "graph_runtime", "model", "pull", model]
-        code = subprocess.call(
-            [sys.executable, *pull, "--cache-dir", str(cache_dir.expanduser())],
-            stdout=sys.stderr,  # standard output is the answer's alone
-        )
-        if code == PULL_USER_ERROR:
-            raise UserError(f"cannot get the model {model!r} (see the line above)") from None
-        if code:
-            raise ServiceFailed(f"pulling the model {model!r} failed with status {code}") from None
+def _prepared_model(model: str, cache_dir: Path) -> str:
+    """Return what the services call the model; pulls it first when it is not here.
+
+    The puller is a process of its own and shows its progress on standard error.
+    """
+    if _is_here(model, cache_dir):
+        return model
+    pull = ["-P", "-m", "graph_runtime", "model", "pull", model]
+    done = subprocess.run(
+        [sys.executable, *pull, "--cache-dir", str(cache_dir.expanduser())],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode == PULL_USER_ERROR:
+        raise UserError(f"cannot get the model {model!r} (see the line above)")
+    if done.returncode:
+        raise ServiceFailed(f"pulling the model {model!r} failed with status {done.returncode}")
+    # A GGUF file has no name of its own: its converted folder, which the puller prints, stands in.
+    return model if _is_here(model, cache_dir) else done.stdout.strip()
+
+
+def _is_here(model: str, cache_dir: Path) -> bool:
+    with suppress(UserError):
+        return model_folder(model, cache_dir).is_dir()
+    return False
 
 
 def _socket_parent() -> str | None:

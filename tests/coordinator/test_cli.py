@@ -192,7 +192,8 @@ def test_run_streams_an_answer_compares_and_leaves_nothing_behind(
 def test_a_model_that_cannot_be_had_is_the_users_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run.subprocess, "call", lambda *_, **__: run.PULL_USER_ERROR)
+    done = subprocess.CompletedProcess([], run.PULL_USER_ERROR, stdout="")
+    monkeypatch.setattr(run.subprocess, "run", lambda *_, **__: done)
     with pytest.raises(UserError, match="cannot get the model 'tiny'"):
         run.run_prompt(Question(prompt="hello"), config(tmp_path))
 
