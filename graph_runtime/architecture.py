@@ -145,7 +145,10 @@ def read_config(folder: Path) -> DecoderConfig:
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no JSON object")
-    return parse_config(content)
+    try:
+        return parse_config(content)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} holds a value of a wrong type: {error}") from error
 
 
 def parse_config(config: dict[str, Any]) -> DecoderConfig:

@@ -65,9 +65,8 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted({str(file) for file in weight_map.values()})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{index} is not an index of safetensors files") from error
         for name in names:

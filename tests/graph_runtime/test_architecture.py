@@ -1,0 +1,169 @@
+"""config.json: what is read, what is harmless, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from graph_runtime.architecture import FAMILIES, parse_config, read_config
+from splitspec.errors import UserError
+from tests.tiny import ARCHITECTURES, write_tiny_model
+
+MINIMAL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 512,
+}
+
+
+def config_of(family: str, **keys: Any) -> dict[str, Any]:
+    return {
+        **MINIMAL,
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        **keys,
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("llama", {}),
+        ("llama", {"num_key_value_heads": 4, "head_dim": 10, "attention_bias": True}),
+        ("mistral", {}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 100}),
+        ("qwen2", {}),
+        ("qwen2", {"num_key_value_heads": None}),
+        ("qwen2", {"use_sliding_window": True}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 3}),
+        ("qwen3", {}),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "head_dim": 16}),
+    ],
+)
+def test_missing_keys_mean_what_they_mean_in_transformers(
+    family: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    written = config_of(family, **keys)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = read_config(tmp_path)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // 32
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
+    window = getattr(theirs, "sliding_window", None)
+    assert config.n_kv_heads == theirs.num_key_value_heads
+    assert config.head_dim == head_dim
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.tied == theirs.tie_word_embeddings
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert list(config.sliding_windows) == [
+        window if kind == "sliding_attention" else None for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "named"),
+    [
+        ("llama", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ("llama", {"architectures": None, "model_type": "gemma3"}, "gemma3"),
+        ("llama", {"model_type": "mistral"}, "model_type"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is \"{'bits': 4}\""),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is '30.0'"),
+        ("llama", {"attention_multiplier": 0.1}, "attention_multiplier"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts is '8'"),
+        ("llama", {"sliding_window": 64}, "sliding_window"),
+        ("llama", {"layer_types": ["sliding_attention"] * 30}, "layer_types"),
+        ("llama", {"auto_map": {"AutoModel": "mine.Model"}}, "auto_map"),
+        ("llama", {"a_key_of_tomorrow": 1}, "a_key_of_tomorrow"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor is None"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": -2}}, "factor is -2"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2, "mscale": 3}}, "mscale is 3"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+        ("llama", {"hidden_size": "many"}, "hidden_size is 'many'"),
+        ("llama", {"num_key_value_heads": 5}, "num_key_value_heads, 5"),
+        ("llama", {"head_dim": 7}, "head_dim is 7"),
+        ("mistral", {"attention_bias": True}, "attention_bias"),
+        ("qwen2", {"attention_bias": True}, "attention_bias"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 30}, "sliding_attention"),
+        ("qwen3", {"mlp_bias": True}, "mlp_bias"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 30}, "linear_attention"),
+    ],
+)
+def test_what_would_change_the_maths_is_refused_by_name(
+    family: str, keys: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_config(config_of(family, **keys))
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_keys_that_are_off_or_harmless_are_accepted(family: str) -> None:
+    harmless = {
+        "use_cache": True,
+        "initializer_range": 0.02,
+        "transformers_version": "5.0.0",
+        "dtype": "bfloat16",
+        "pretraining_tp": 1,
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "quantization_config": None,
+        "a_key_of_tomorrow": False,
+    }
+    assert parse_config(config_of(family, **harmless)) == parse_config(config_of(family))
+
+
+def test_the_architecture_follows_from_the_model_type_where_it_is_not_named() -> None:
+    for name, family in FAMILIES.items():
+        config = config_of(family.model_type)
+        del config["architectures"]
+        assert parse_config(config).architecture == name
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"llama"'])
+def test_a_config_that_is_no_json_object_is_one_clear_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rms_norm_eps": "small"},
+        {"rope_scaling": "linear"},
+        {"rope_theta": ["x"]},
+        {"head_dim": "a"},
+    ],
+)
+def test_a_value_of_a_wrong_type_is_one_clear_line(keys: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama", **keys)))
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_a_folder_without_a_config_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*config\.json"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_what_transformers_writes_itself_is_read(family: str, tmp_path: Path) -> None:
+    """Transformers 5 writes rope_parameters and many defaults."""
+    folder = write_tiny_model(tmp_path / "m", family=family)
+    before = read_config(folder)
+    AutoConfig.from_pretrained(folder).save_pretrained(tmp_path / "rewritten")
+    assert read_config(tmp_path / "rewritten") == before

@@ -1,0 +1,190 @@
+"""Checkpoints: sharded or single, strict names and shapes, hashes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graph_runtime.architecture import read_config
+from graph_runtime.checkpoint import load_weights, model_hash, tokenizer_hash, weight_files
+from graph_runtime.decoder import Decoder
+from graph_runtime.torch_target import build_decoder
+from splitspec.errors import UserError
+from tests.tiny import write_tiny_model
+
+WEIGHTS = "model.safetensors"
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+HEAD = "lm_head.weight"
+
+
+def decoder_of(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = read_config(folder)
+    decoder, _, _ = build_decoder(
+        config,
+        tap_layers=(0,),
+        max_context_length=64,
+        slot_count=1,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    load_weights(decoder, folder, tied=config.tied)
+    return decoder
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / WEIGHTS)
+
+
+def shard(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / WEIGHTS).unlink()
+
+
+def test_shards_load_as_the_single_file_does(tmp_path: Path) -> None:
+    single = write_tiny_model(tmp_path / "single", tied=False)
+    sharded = write_tiny_model(tmp_path / "sharded", tied=False)
+    shard(sharded)
+    theirs = dict(decoder_of(sharded).named_parameters())
+    for name, parameter in decoder_of(single).named_parameters():
+        assert torch.equal(parameter, theirs[name]), name
+
+
+def test_bfloat16_weights_become_their_exact_float32_values(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    half = {name: t.to(torch.bfloat16) for name, t in load_file(folder / WEIGHTS).items()}
+    save_file(half, folder / WEIGHTS)
+    parameters = dict(decoder_of(folder).named_parameters())
+    assert torch.equal(parameters["norm.weight"], half["model.norm.weight"].float())
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    rewrite(folder, **{K_PROJ: None})
+    with pytest.raises(UserError, match=f"missing tensor {K_PROJ}$"):
+        decoder_of(folder)
+
+
+def test_an_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m", tied=False)
+    rewrite(folder, **{HEAD: None})
+    with pytest.raises(UserError, match=f"missing tensor {HEAD}"):
+        decoder_of(folder)
+
+
+def test_an_unexpected_tensor_is_named_with_its_shape(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    rewrite(folder, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
+    with pytest.raises(UserError, match=r"unexpected tensor .*q_proj\.bias \[64\]"):
+        decoder_of(folder)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    rewrite(folder, **{K_PROJ: torch.zeros(32, 63)})
+    with pytest.raises(UserError, match=rf"{K_PROJ} is \[32, 63\]; .* asks for \[32, 64\]"):
+        decoder_of(folder)
+
+
+def test_an_integer_tensor_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    rewrite(folder, **{K_PROJ: torch.zeros(32, 64, dtype=torch.int8)})
+    with pytest.raises(UserError, match=r"torch\.int8"):
+        decoder_of(folder)
+
+
+def test_a_tied_model_may_store_its_head_if_it_is_the_embedding(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
+    rewrite(folder, **{HEAD: embedding.clone()})
+    decoder_of(folder)
+    rewrite(folder, **{HEAD: embedding + 1})
+    with pytest.raises(UserError, match="tie_word_embeddings"):
+        decoder_of(folder)
+
+
+def test_stored_rotary_buffers_are_ignored(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    rewrite(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    decoder_of(folder)
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, 20_000])
+def test_a_truncated_file_is_one_clear_line(size: int, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    os.truncate(folder / WEIGHTS, size)
+    with pytest.raises(UserError, match="not a readable safetensors file") as caught:
+        decoder_of(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is a pickle"):
+        decoder_of(folder)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": "gone.safetensors"}}',
+        '{"weight_map": {"a": "../m/model.safetensors"}}',
+        '{"weight_map": {"a": 3}}',
+    ],
+)
+def test_a_broken_index_is_one_clear_line(index: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json"):
+        weight_files(folder)
+
+
+def test_the_hash_follows_the_content_and_nothing_else(tmp_path: Path) -> None:
+    one = write_tiny_model(tmp_path / "one", seed=1)
+    same = write_tiny_model(tmp_path / "same", seed=1)
+    other = write_tiny_model(tmp_path / "other", seed=2)
+    cache = tmp_path / "cache"
+    first = model_hash(one, cache)
+    assert model_hash(same, cache) == first
+    assert model_hash(other, cache) != first
+    rewrite(one, **{K_PROJ: torch.zeros(32, 64)})
+    os.utime(one / WEIGHTS, ns=(1, 1))
+    assert model_hash(one, cache) != first
+    assert tokenizer_hash(one) == tokenizer_hash(other)
+
+
+def test_a_remembered_hash_is_used_and_a_read_only_cache_is_no_error(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    cache = tmp_path / "cache"
+    first = model_hash(folder, cache)
+    assert len(list((cache / "hashes").iterdir())) == 1
+    assert model_hash(folder, cache) == first
+    (tmp_path / "file").write_text("")
+    assert model_hash(folder, tmp_path / "file") == first
+
+
+def test_a_folder_without_a_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        tokenizer_hash(tmp_path)
