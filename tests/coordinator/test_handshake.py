@@ -1,0 +1,113 @@
+"""A pair that does not fit is refused: the message names the field and both values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator.handshake import DrafterCheck, VerifierCheck, check_pair
+from splitspec.errors import ModelMismatch, NotReady
+from splitspec.v1 import drafter_pb2, rows_pb2, verifier_pb2
+
+KINDS = rows_pb2.RowKind
+TARGET: dict[str, Any] = {
+    "protocol_version": 1,
+    "model_hash": "h1",
+    "tokenizer_hash": "t1",
+    "vocab_size": 300,
+    "tap_layers": [1, 2],
+    "row_layouts": [
+        verifier_pb2.RowLayout(kind=rows_pb2.ROW_KIND_NONE),
+        verifier_pb2.RowLayout(
+            kind=rows_pb2.ROW_KIND_RAW_TAPS, width=8, dtype=rows_pb2.ROW_DTYPE_FLOAT32
+        ),
+    ],
+    "precision": "fp32",
+    "runtime": "torch",
+    "max_context_length": 128,
+}
+DRAFT: dict[str, Any] = {
+    "protocol_version": 1,
+    "vocab_size": 300,
+    "tokenizer_hash": "t1",
+    "target_model_hash": "h1",
+    "row_kind": rows_pb2.ROW_KIND_RAW_TAPS,
+    "tap_layers": [1, 2],
+    "row_width": 8,
+    "row_dtype": rows_pb2.ROW_DTYPE_FLOAT32,
+}
+
+
+def _target(**fields: Any) -> verifier_pb2.VerifierGetModelResponse:
+    return verifier_pb2.VerifierGetModelResponse(**{**TARGET, **fields})
+
+
+def _draft(**fields: Any) -> drafter_pb2.DrafterGetModelResponse:
+    return drafter_pb2.DrafterGetModelResponse(**{**DRAFT, **fields})
+
+
+def test_a_pair_that_fits_is_accepted() -> None:
+    check_pair(_draft(), _target())
+    check_pair(
+        drafter_pb2.DrafterGetModelResponse(protocol_version=1, row_kind=rows_pb2.ROW_KIND_NONE),
+        _target(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "theirs"),
+    [
+        ("protocol_version", 2, "1"),
+        ("vocab_size", 301, "300"),
+        ("tokenizer_hash", "t2", "t1"),
+        ("target_model_hash", "h2", "h1"),
+        ("row_kind", rows_pb2.ROW_KIND_FUSED, "ROW_KIND_NONE, ROW_KIND_RAW_TAPS"),
+        ("row_kind", 77, "ROW_KIND_NONE, ROW_KIND_RAW_TAPS"),
+        ("tap_layers", [1, 3], r"\[1, 2\]"),
+        ("row_width", 16, "8"),
+        ("row_dtype", rows_pb2.ROW_DTYPE_BFLOAT16, "ROW_DTYPE_FLOAT32"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(field: str, value: Any, theirs: str) -> None:
+    shown = {rows_pb2.ROW_DTYPE_BFLOAT16: "ROW_DTYPE_BFLOAT16"} if field == "row_dtype" else {}
+    if field == "row_kind" and value in KINDS.values():
+        shown = {value: KINDS.Name(value)}
+    ours = shown.get(value, str(value)) if not isinstance(value, list) else r"\[1, 3\]"
+    with pytest.raises(ModelMismatch, match=rf"^{field}: the drafter has {ours}.*{theirs}"):
+        check_pair(_draft(**{field: value}), _target())
+
+
+@pytest.mark.parametrize("field", ["protocol_version", "tokenizer_hash"])
+def test_a_verifier_of_another_tokenizer_or_protocol_is_refused(field: str) -> None:
+    value: Any = "t2" if field == "tokenizer_hash" else 2
+    with pytest.raises(ModelMismatch, match=rf"^{field}: the verifier has {value}"):
+        VerifierCheck(tokenizer_hash="t1")(_target(**{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_hash", "h2"),
+        ("precision", "8da8w"),
+        ("runtime", "executorch"),
+        ("vocab_size", 400),
+        ("tap_layers", [1]),
+        ("max_context_length", 64),
+    ],
+)
+def test_a_verifier_that_comes_back_must_be_the_same(field: str, value: Any) -> None:
+    check = VerifierCheck(tokenizer_hash="t1")
+    check(_target())
+    with pytest.raises(ModelMismatch, match=rf"^{field}: the verifier has .*the one before had"):
+        check(_target(**{field: value}))
+    check(_target())
+
+
+def test_a_drafter_is_checked_only_against_a_verifier_that_is_known() -> None:
+    verifier = VerifierCheck(tokenizer_hash="t1")
+    check = DrafterCheck(verifier)
+    with pytest.raises(NotReady):
+        check(_draft())
+    verifier(_target())
+    check(_draft())
