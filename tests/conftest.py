@@ -1,7 +1,17 @@
-"""What every test shares: one thread for torch, because the machine is shared with other tests."""
+"""What every test shares: one thread for torch (the machine is shared), and exported programs."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def program_cache(pytestconfig: pytest.Config) -> Path:
+    """Return a cache folder that outlives the run: one export, by content hash, serves all tests."""
+    assert pytestconfig.cache is not None
+    return pytestconfig.cache.mkdir("splitspec")
