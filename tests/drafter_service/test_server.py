@@ -112,7 +112,8 @@ async def test_l7_a_cancelled_stream_frees_its_slots_within_a_second(
         async with asyncio.timeout(1):
             while await served.free_slot_count() < 4:
                 await asyncio.sleep(0.01)
-        assert drafter.tokens == {}
+            while drafter.tokens:  # of the stream that counted the free slots
+                await asyncio.sleep(0.01)
 
 
 async def test_l7_a_lost_connection_frees_its_slots(tmp_path: Path) -> None:
