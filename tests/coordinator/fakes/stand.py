@@ -114,7 +114,9 @@ async def stand(
         write_tiny_tokenizer(folder)
         (folder / "config.json").write_text('{"eos_token_id": 2, "vocab_size": 300}')
         text = ModelText.load(folder)
-        fake_verifier = FakeVerifier(folder, text.tokenizer_hash, **(verifier_model or {}))
+        fake_verifier = FakeVerifier(
+            folder, **{"tokenizer_hash": text.tokenizer_hash, **(verifier_model or {})}
+        )
         fake_drafter = None
         await fake_verifier.start()
         if drafter is not None:
