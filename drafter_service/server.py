@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -154,8 +155,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         metrics.steps.inc()
         self._queue_seconds.observe(queue_ns / 1e9)
         self._device_seconds.observe(step.device_ns / 1e9)
-        for item in items:
-            metrics.step_items.labels(_action(item)).inc()
+        for action, count in Counter(map(_action, items)).items():
+            metrics.step_items.labels(action).inc(count)
         for result in step.results:
             if result.error is not None:
                 metrics.item_errors.labels(result.error.reason).inc()
