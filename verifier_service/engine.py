@@ -304,7 +304,9 @@ def _choose(work: _Work, output: SpanOutput) -> list[int]:
         return []
     # A row computed at position q decides the token at q + 1, and noise goes by the latter.
     end = span.start + len(span.token_ids) + 1
-    return choose(output.logits, work.session.sampling, range(end - span.logits_count, end))
+    positions = range(end - span.logits_count, end)
+    drafts = work.item.draft_token_ids if isinstance(work.item, VerifyItem) else ()
+    return choose(output.logits, work.session.sampling, positions, drafts)
 
 
 def _commit(work: _Work, output: SpanOutput, chosen: Sequence[int]) -> int:

@@ -12,14 +12,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from graph_runtime.noise import GUMBEL_SPAN, gumbel_noise, gumbel_of_word, token_words
+from graph_runtime.noise import (
+    GUMBEL_SPAN,
+    gumbel_of_word,
+    gumbel_of_words,
+    position_words,
+    token_words,
+)
 from splitspec.errors import EngineFailed, InvalidArgument
 
 MAX_TEMPERATURE = 100.0
-_NUCLEUS_SPAN = 6.0  # most nuclei end above exp(-6) of the largest probability: sort those only
-_NEAR_TIE = 1e-9  # far above the error of a float64 log, far below any gap that matters
+_SPANS = (*(4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0), GUMBEL_SPAN)
+"""How far below the peak truncation looks for its borders, step by step: sorting costs most."""
+_CERTAIN_SPAN = 3.0
+"""Tokens this near the peak get their noise first; one of them wins nearly always."""
+_CROWD = 4096  # survivors from which on it pays to find out first who can win at all
+_BLOCK = 8192  # elements that stay in a core's first cache
+_NEAR_TIE = 1e-9
+"""Far above the error of a float64 logarithm or sum, far below any gap that matters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,132 +65,192 @@ class Sampling:
             raise InvalidArgument.of("sampling.seed", self.seed, "0..2^64-1")
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, positions: Sequence[int]) -> list[int]:
+def choose(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    positions: Sequence[int],
+    draft_token_ids: Sequence[int] = (),
+) -> list[int]:
     """Return the target's token at each of `positions`.
 
-    A row's choice depends on that row alone, bit for bit, never on how many rows came with it.
+    A row's choice depends on that row alone, bit for bit, never on how many rows came with it. With
+    draft tokens, d1.. for the first rows, rows after the first that rejects may be left out: nobody
+    reads them, and most windows end early.
 
     Args:
         logits: [T, V] float32; row t decides the token at positions[t].
         sampling: the session's parameters.
         positions: T absolute positions, each one past the position that its row was computed at.
+        draft_token_ids: at most T.
 
     Raises:
         EngineFailed: a row has no largest finite logit (NaN, +inf, or nothing but -inf).
     """
-    largest, argmax = logits.max(dim=1)  # the first index of equal maxima: lowest id on ties
-    peaks = largest.tolist()
-    if not all(map(math.isfinite, peaks)):
+    # NOTE: numpy on the host, at a tenth of the time of torch's own CPU kernels.
+    rows = logits.cpu().numpy()
+    largest = rows.argmax(axis=1)  # the first NaN, or the first of equals: lowest id on ties
+    peaks = rows[np.arange(len(rows)), largest]
+    if not np.isfinite(peaks).all():
         raise EngineFailed(f"the target's largest logits are {peaks[:8]} at {list(positions)[:8]}")
     if sampling.temperature == 0.0 or sampling.top_k == 1:
-        return argmax.tolist()
-    survivors = [_survivors(row, peak, sampling) for row, peak in zip(logits, peaks, strict=True)]
-    return _noisiest(survivors, sampling, positions)
+        token_ids: list[int] = largest.tolist()
+        return token_ids
+    # One row at a time where a rejection may spare the rest, else all share one Philox call.
+    group = 1 if draft_token_ids else len(rows)
+    chosen: list[int] = []
+    with np.errstate(over="ignore"):  # a tiny temperature makes distances infinite: as it should
+        for first in range(0, len(rows), group):
+            places = range(first, first + group)
+            contests = [_contest(rows[t], peaks[t], positions[t], sampling) for t in places]
+            chosen += _decide(contests, sampling)
+            if accept(draft_token_ids, chosen) < min(len(draft_token_ids), len(chosen)):
+                break
+    return chosen
 
 
 def accept(draft_token_ids: Sequence[int], chosen: Sequence[int]) -> int:
     """Return how many leading draft tokens stand: those that equal the target's choice."""
-    for index, token_id in enumerate(draft_token_ids):
-        if token_id != chosen[index]:
-            return index
-    return len(draft_token_ids)
+    count = 0
+    for draft_token_id, token_id in zip(draft_token_ids, chosen, strict=False):
+        if draft_token_id != token_id:
+            break
+        count += 1
+    return count
 
 
-def _survivors(
-    row: torch.Tensor, peak: float, sampling: Sampling
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids, ascending, that can still win, and their logits below the peak.
+@dataclass(frozen=True, slots=True)
+class _Contest:
+    """One row's tokens that truncation kept and that noise can still lift to the top."""
 
-    Both [M]: int64, and float64 <= 0 at the row's own scale. Everything that truncation keeps and
-    noise could lift to the top is here.
-    """
-    below = row.double() - peak
-    allowed = below >= _window(sampling) * sampling.temperature
-    kept = _top_k(below, sampling.top_k) if 0 < sampling.top_k < row.numel() else None
-    if kept is not None:
-        allowed &= kept
-    if sampling.top_p < 1.0:
-        weights = (below / sampling.temperature).exp_()
-        if kept is not None:
-            weights *= kept
-        ids = _nucleus(below, weights, allowed, sampling)
+    position: int
+    token_ids: np.ndarray
+    """[M] int64, ascending."""
+    below: np.ndarray
+    """[M] float64 <= 0: logits minus the row's largest."""
+
+
+def _contest(row: np.ndarray, peak: np.float32, position: int, sampling: Sampling) -> _Contest:
+    """Truncate one row [V] float32 by top-k, top-p and min-p, and drop who cannot win."""
+    if sampling.top_k or sampling.top_p < 1.0:
+        contest = _truncated(row, peak, position, sampling)
     else:
-        ids = allowed.nonzero()[:, 0]
-    return ids, below[ids]
+        span = GUMBEL_SPAN
+        if sampling.min_p > 0.0:
+            span = min(span, _NEAR_TIE - math.log(sampling.min_p))
+        contest = _within(row, peak, position, span * sampling.temperature)
+    if sampling.min_p > 0.0:
+        likely = np.exp(contest.below / sampling.temperature) >= sampling.min_p
+        contest = _Contest(position, contest.token_ids[likely], contest.below[likely])
+    if contest.token_ids.size > _CROWD:
+        contest = _without_losers(contest, sampling)
+    return contest
 
 
-def _window(sampling: Sampling) -> float:
-    """Return how far below the peak a scaled logit may lie: by min-p, or for noise to reach it."""
-    if sampling.min_p == 0.0:
-        return -GUMBEL_SPAN
-    return max(-GUMBEL_SPAN, math.log(sampling.min_p))
+def _within(row: np.ndarray, peak: np.float32, position: int, span: float) -> _Contest:
+    """Return the tokens whose logits are at most `span` below the peak."""
+    border = np.nextafter(np.float32(float(peak) - span), np.float32(-np.inf))  # may round up
+    token_ids = np.flatnonzero(row >= border)
+    return _Contest(position, token_ids, row[token_ids].astype(np.float64) - float(peak))
 
 
-def _top_k(below: torch.Tensor, k: int) -> torch.Tensor:
-    """Return a mask [V] of the k largest, ties to the lower id."""
-    threshold = below.topk(k, sorted=True).values[-1]
-    kept = below > threshold
-    ties = (below == threshold).nonzero()[:, 0]
-    kept[ties[: k - int(kept.sum())]] = True
-    return kept
+def _truncated(row: np.ndarray, peak: np.float32, position: int, sampling: Sampling) -> _Contest:
+    """Return the tokens that top-k and top-p keep, as far as they can win.
 
-
-def _nucleus(
-    below: torch.Tensor, weights: torch.Tensor, allowed: torch.Tensor, sampling: Sampling
-) -> torch.Tensor:
-    """Return the allowed ids, ascending, of the smallest leading set that reaches top_p.
-
-    `weights` [V] float64 are unnormalised probabilities after temperature and top-k. A token stays
-    iff the mass strictly before it is short of the target, so the crossing token stays.
+    Looks near the peak first: if both borders lie there, nothing else needs sorting.
     """
-    target = sampling.top_p * float(weights.sum())
-    near = allowed & (below >= -_NUCLEUS_SPAN * sampling.temperature)
-    ids = near.nonzero()[:, 0]
-    if float(weights[ids].sum()) < target * (1.0 + _NEAR_TIE):
-        ids = allowed.nonzero()[:, 0]
-    # `allowed` is a prefix in this order, so cutting it first changes no mass before a token.
-    order = below[ids].sort(descending=True, stable=True).indices
-    ids = ids[order]
-    mass = weights[ids].cumsum(0)
-    keep = torch.cat([mass.new_zeros(1), mass[:-1]]) < target
-    return ids[keep].sort().values
+    k = sampling.top_k if sampling.top_k < row.size else 0
+    total: float | None = None
+    for span in _SPANS:
+        contest = _within(row, peak, position, span * sampling.temperature)
+        order = np.argsort(-contest.below, kind="stable")  # equals stay in order of their ids
+        has_all_k = 0 < k <= order.size
+        order = order[:k] if k else order
+        is_settled = has_all_k
+        if sampling.top_p < 1.0:
+            mass = np.cumsum(np.exp(contest.below[order] / sampling.temperature))
+            if has_all_k:
+                total = float(mass[-1])
+            elif total is None:
+                total = _mass(row, peak, k, sampling.temperature)
+            target = sampling.top_p * total
+            is_settled = has_all_k or mass[-1] >= target * (1.0 + _NEAR_TIE)
+            # A token stays iff the mass strictly before it is short: the crossing one stays.
+            order = order[: 1 + int(np.searchsorted(mass[:-1], target, side="left"))]
+        if is_settled:
+            break
+    order.sort()
+    return _Contest(position, contest.token_ids[order], contest.below[order])
 
 
-def _noisiest(
-    survivors: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    sampling: Sampling,
-    positions: Sequence[int],
-) -> list[int]:
-    """Return, a row, the survivor whose logit plus noise is largest."""
-    counts = [ids.numel() for ids, _ in survivors]
-    token_ids = torch.cat([ids for ids, _ in survivors])
-    where = torch.tensor(positions, device=token_ids.device).repeat_interleave(
-        torch.tensor(counts, device=token_ids.device)
+def _mass(row: np.ndarray, peak: np.float32, k: int, temperature: float) -> float:
+    """Return the unnormalised probability of the k most likely tokens, of all where k is 0."""
+    if k:
+        row = np.partition(row, row.size - k)[row.size - k :]
+    scratch = np.empty(min(row.size, _BLOCK))
+    total = 0.0
+    for at in range(0, row.size, _BLOCK):
+        part = row[at : at + _BLOCK]
+        weights = np.subtract(part, peak, out=scratch[: part.size], dtype=np.float64)
+        weights /= temperature
+        total += float(np.exp(weights, out=weights).sum())
+    return total
+
+
+def _without_losers(contest: _Contest, sampling: Sampling) -> _Contest:
+    """Drop tokens far below the peak whose noise is too small to reach what the near ones score.
+
+    Saves the logarithms of a crowd: a far token's word must reach a common threshold.
+    """
+    token_ids, below, temperature = contest.token_ids, contest.below, sampling.temperature
+    is_kept = below >= -_CERTAIN_SPAN * temperature
+    best = _scores(contest.position, token_ids[is_kept], below[is_kept], sampling).max()
+    needed = best / temperature + _CERTAIN_SPAN - _NEAR_TIE
+    threshold = max(0, int(math.exp(-math.exp(-needed)) * 2.0**24) - 1) << 8
+    words = position_words(sampling.seed, contest.position, int(token_ids[-1]) + 1)
+    lanes, columns = np.nonzero(words >= np.uint64(threshold))
+    hopeful = 4 * columns + lanes
+    at = np.minimum(np.searchsorted(token_ids, hopeful), token_ids.size - 1)
+    is_kept[at[token_ids[at] == hopeful]] = True
+    return _Contest(contest.position, token_ids[is_kept], below[is_kept])
+
+
+def _scores(
+    positions: np.ndarray | int, token_ids: np.ndarray, below: np.ndarray, sampling: Sampling
+) -> np.ndarray:
+    """Return logits plus noise, [N] float64."""
+    positions = np.broadcast_to(positions, token_ids.shape)
+    noise = gumbel_of_words(token_words(sampling.seed, positions, token_ids))
+    noise *= sampling.temperature
+    noise += below
+    return noise
+
+
+def _decide(contests: Sequence[_Contest], sampling: Sampling) -> list[int]:
+    """Return, a contest, the token with the largest logit plus noise."""
+    counts = [contest.token_ids.size for contest in contests]
+    scores = _scores(
+        np.repeat([contest.position for contest in contests], counts),
+        np.concatenate([contest.token_ids for contest in contests]),
+        np.concatenate([contest.below for contest in contests]),
+        sampling,
     )
-    noise = gumbel_noise(sampling.seed, where, token_ids)
-    scores = torch.cat([below for _, below in survivors]) + sampling.temperature * noise
-    rows = zip(scores.split(counts), survivors, positions, strict=True)
-    return [_winner(*row, sampling) for row in rows]
+    parts = np.split(scores, np.cumsum(counts)[:-1])
+    return [_winner(*pair, sampling) for pair in zip(contests, parts, strict=True)]
 
 
-def _winner(
-    scores: torch.Tensor,
-    survivors: tuple[torch.Tensor, torch.Tensor],
-    position: int,
-    sampling: Sampling,
-) -> int:
-    """Return the id of the largest score; survivors are as `_survivors` returns them.
+def _winner(contest: _Contest, scores: np.ndarray, sampling: Sampling) -> int:
+    """Return the token of the largest score, lowest id on ties.
 
     NOTE: the last bit of a vectorised logarithm may depend on an element's place in its array, and
     so on the other rows of the window. Scores that close are decided by scalar logarithms.
     """
-    ids, below = survivors
-    near = (scores >= scores.max() - sampling.temperature * _NEAR_TIE).nonzero()[:, 0]
-    if near.numel() > 1:
-        words = token_words(sampling.seed, torch.full_like(ids[near], position), ids[near])
-        noise = map(gumbel_of_word, words.tolist())
-        exact = [
-            b + sampling.temperature * g for b, g in zip(below[near].tolist(), noise, strict=True)
-        ]
-        near = near[exact.index(max(exact))]  # the first of equals: ids ascend
-    return int(ids[near])
+    near = np.flatnonzero(scores >= scores.max() - sampling.temperature * _NEAR_TIE)
+    if near.size == 1:
+        return int(contest.token_ids[near[0]])
+    token_ids = contest.token_ids[near]
+    words = token_words(sampling.seed, np.full(near.size, contest.position), token_ids)
+    exact = [
+        below + sampling.temperature * gumbel_of_word(word)
+        for below, word in zip(contest.below[near].tolist(), words.tolist(), strict=True)
+    ]
+    return int(token_ids[exact.index(max(exact))])  # the first of equals: ids ascend
