@@ -204,3 +204,12 @@ async def test_2000_hostile_messages_leave_the_service_healthy_and_other_session
         assert await service.health() == health_pb2.HealthCheckResponse.SERVING
         async with stream_of(service) as fresh:
             assert [await fresh.start(1, [5])] == continuation(service.target, [5], 1)
+
+
+async def test_bytes_that_are_no_message_end_their_stream_with_INVALID_ARGUMENT(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as service, stream_of(service):
+        call = service.channel.stream_stream(METHOD)()
+        await call.write(b"\x12\xff")
+        assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -1,0 +1,60 @@
+"""The configuration is checked at birth, and the flags mirror it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+from splitspec.errors import UserError
+from verifier_service.__main__ import serve
+from verifier_service.config import VerifierConfig, parse_tap_layers
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("runtime", "tensorrt", "--runtime"),
+        ("slot_count", 0, "--slot-count"),
+        ("max_context_length", 1, "--max-context-length"),
+        ("max_prefill_chunk", 0, "--max-prefill-chunk"),
+        ("max_draft_count", -1, "--max-draft-count"),
+        ("threads", 0, "--threads"),
+    ],
+)
+def test_a_value_out_of_range_names_its_flag(field, value, flag):
+    with pytest.raises(UserError, match=flag):
+        VerifierConfig(model="m", **{field: value})
+
+
+def test_flags_and_fields_have_the_same_names():
+    fields = {field.name for field in dataclasses.fields(VerifierConfig)}
+    assert set(inspect.signature(serve).parameters) == fields
+
+
+def test_flags_and_fields_have_the_same_defaults():
+    for field in dataclasses.fields(VerifierConfig):
+        parameter = inspect.signature(serve).parameters[field.name]
+        if field.default is dataclasses.MISSING:
+            assert parameter.default is inspect.Parameter.empty
+        else:
+            assert parameter.default == field.default, field.name
+
+
+def test_the_precision_goes_by_the_runtime_unless_one_is_asked_for():
+    assert VerifierConfig(model="m", runtime="torch").chosen_precision == "fp32"
+    assert VerifierConfig(model="m", precision="8da4w").chosen_precision == "8da4w"
+
+
+def test_a_model_is_known_by_its_own_name_not_by_its_path():
+    assert VerifierConfig(model="/models/tiny").model_id == "tiny"
+    assert VerifierConfig(model="smollm2-135m").model_id == "smollm2-135m"
+
+
+def test_tap_layers_are_a_list_of_numbers():
+    assert parse_tap_layers(None) is None
+    assert parse_tap_layers("1,14, 26") == (1, 14, 26)
+    for wrong in ("", "a", "1,,2", "-1"):
+        with pytest.raises(UserError, match="--tap-layers"):
+            parse_tap_layers(wrong)

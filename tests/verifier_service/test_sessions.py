@@ -1,0 +1,61 @@
+"""Slots and the sessions that a stream owns."""
+
+from __future__ import annotations
+
+import pytest
+
+from splitspec.errors import InvalidArgument, NoFreeSlot, SessionNotFound
+from verifier_service.sessions import Session, SlotTable, StreamSessions
+from verifier_service.verification import Sampling
+
+
+def session(slot: int = 0) -> Session:
+    return Session(slot=slot, sampling=Sampling(), row_kind=1)
+
+
+def test_every_slot_is_handed_out_once_and_comes_back():
+    slots = SlotTable(3)
+    taken = [slots.take() for _ in range(3)]
+    assert sorted(taken) == [0, 1, 2]
+    assert slots.used_count == 3
+    with pytest.raises(NoFreeSlot):
+        slots.take()
+    slots.give_back(taken[1])
+    assert slots.used_count == 2
+    assert slots.take() == taken[1]
+
+
+def test_giving_a_free_slot_back_is_our_own_bug():
+    slots = SlotTable(2)
+    with pytest.raises(AssertionError):
+        slots.give_back(0)
+
+
+def test_a_stream_finds_its_sessions_and_no_others():
+    stream, other = StreamSessions(), StreamSessions()
+    stream.check_new(7)
+    stream.add(7, session())
+    assert stream.get(7).committed_length == 0
+    with pytest.raises(SessionNotFound):
+        other.get(7)
+    with pytest.raises(InvalidArgument):
+        stream.check_new(7)
+    other.check_new(7)
+
+
+def test_the_length_of_a_session_that_is_not_open_is_zero():
+    stream = StreamSessions()
+    stream.add(1, session())
+    stream.get(1).committed_length = 5
+    assert stream.committed_length(1) == 5
+    stream.remove(1)
+    assert stream.committed_length(1) == 0
+
+
+def test_L7_removing_all_returns_each_session_once():
+    stream = StreamSessions()
+    for number in (1, 2):
+        stream.add(number, session(slot=number))
+    assert len(stream) == 2
+    assert [held.slot for held in stream.remove_all()] == [1, 2]
+    assert stream.remove_all() == []
