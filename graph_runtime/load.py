@@ -48,6 +48,8 @@ def load_target(
         UserError: what is wrong with the folder or an argument, in one line.
     """
     if runtime == "executorch":
+        if device != "cpu":
+            raise UserError(f"device is {device!r}; --runtime executorch runs on cpu only")
         # Imported here only: executorch is not installed where torch has CUDA.
         try:
             from graph_runtime.programs import load_program_target

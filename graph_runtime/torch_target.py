@@ -145,7 +145,7 @@ class TorchTarget:
         """Return what is loaded."""
         return self._info
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self, spans: Sequence[Span]) -> list[SpanOutput]:
         """Run one packed step; outputs are in the order of `spans`."""
         self._check(spans)
@@ -165,7 +165,7 @@ class TorchTarget:
             first, logits_first = end, logits_end
         return outputs
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def copy_prefix(self, source: int, destination: int, length: int) -> None:
         """Copy K/V of positions [0, length) from slot `source` to slot `destination`."""
         assert 0 <= length <= self._info.max_context_length, length

@@ -142,6 +142,8 @@ def test_settings_hold_special_tokens_and_the_chat_template(tmp_path: Path) -> N
     [
         ({"pre": "tekken"}, "'tekken'"),
         ({"drop": ("tokenizer.ggml.pre",)}, r"tokenizer\.ggml\.pre is None"),
+        ({"kind": "bert"}, r"tokenizer\.ggml\.model is 'bert'"),
+        ({"kind": "llama"}, r"tokenizer\.ggml\.scores is missing"),
         ({"drop": ("tokenizer.ggml.model",)}, r"tokenizer\.ggml\.model is None"),
         ({"drop": ("tokenizer.ggml.merges",)}, r"tokenizer\.ggml\.merges is missing"),
         ({"drop": ("tokenizer.ggml.token_type",)}, r"tokenizer\.ggml\.token_type is missing"),
@@ -152,3 +154,49 @@ def test_what_is_missing_or_not_supported_is_named(
 ) -> None:
     with pytest.raises(UserError, match=named):
         build_tokenizer(open_tiny(tmp_path, **arguments))
+
+
+@pytest.fixture(scope="module")
+def pieces_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a small SentencePiece BPE model with byte fallback, as Llama 2 and Mistral have."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("pieces")
+    words = "the thing and the other in parts isn't it that's where naïve cafés ask for their fee "
+    (folder / "corpus.txt").write_text("\n".join([words, words[::-1]] * 20), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "pieces"),
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "pieces.model"))
+
+
+def as_gguf(pieces: Any) -> GGUFModel:
+    size = range(pieces.get_piece_size())
+    kinds = [
+        2 if pieces.is_unknown(i) else 3 if pieces.is_control(i) else 6 if pieces.is_byte(i) else 1
+        for i in size
+    ]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [pieces.id_to_piece(i) for i in size],
+        "tokenizer.ggml.scores": [pieces.get_score(i) for i in size],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": pieces.bos_id(),
+        "tokenizer.ggml.unknown_token_id": pieces.unk_id(),
+    }
+    return GGUFModel(path=Path("pieces.gguf"), metadata=metadata, tensors={})
+
+
+def test_sentencepiece_vocabularies_encode_as_sentencepiece_does(pieces_model: Any) -> None:
+    tokenizer = build_tokenizer(as_gguf(pieces_model))
+    for text in TEXTS[1:]:
+        ids = tokenizer.encode(text).ids
+        assert ids == [pieces_model.bos_id(), *pieces_model.encode(text)], text
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("a</s>b").ids.count(pieces_model.eos_id()) == 1

@@ -34,6 +34,7 @@ def write_tiny_gguf(
     folder: Path,
     *,
     quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kind: str = "gpt2",
     pre: str = "gpt-2",
     metadata: dict[str, Any] | None = None,
     drop: tuple[str, ...] = (),
@@ -43,6 +44,7 @@ def write_tiny_gguf(
 
     Args:
         quantization: of all matrices; norms and biases stay F32.
+        kind: tokenizer.ggml.model.
         pre: tokenizer.ggml.pre.
         metadata: further keys, without the architecture's prefix; they win.
         drop: tokenizer keys and GGUF tensor names to leave out.
@@ -73,17 +75,17 @@ def write_tiny_gguf(
         keys["attention.sliding_window"] = config["sliding_window"]
     for key, value in keys.items():
         _add(writer, f"{architecture}.{key}", value)
-    _add_tokenizer(writer, folder, pre, drop)
+    _add_tokenizer(writer, folder, kind, pre, drop)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         gguf_name = _gguf_name(name)
         if gguf_name in drop:
             continue
-        kind = quantization if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
+        stored = quantization if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
         # Groups lie along a row, so quantising rows and reordering them commute.
-        values = gguf.quants.quantize(_permuted(config, architecture, name, tensor), kind)
-        writer.add_tensor(gguf_name, values, raw_dtype=kind)
-        plain = gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind)
+        values = gguf.quants.quantize(_permuted(config, architecture, name, tensor), stored)
+        writer.add_tensor(gguf_name, values, raw_dtype=stored)
+        plain = gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), stored), stored)
         tensors[name] = torch.from_numpy(plain.copy())
     for name, tensor in (extra_tensors or {}).items():
         writer.add_tensor(name, tensor.numpy())
@@ -105,7 +107,9 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str, drop: tuple[str, ...]) -> None:
+def _add_tokenizer(
+    writer: gguf.GGUFWriter, folder: Path, kind: str, pre: str, drop: tuple[str, ...]
+) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -113,7 +117,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str, drop: tuple[
     tokens = sorted(vocabulary, key=lambda token: int(vocabulary[token]))
     merges = [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]]
     values: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.model": kind,
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
