@@ -29,6 +29,9 @@ from splitspec.telemetry import (
 
 FILE_DELAY_MS = 200
 """A person tails the file: spans may lag that much. OTLP keeps the SDK's own five seconds."""
+OTLP_TIMEOUT_SECONDS = 2
+"""One export's limit, retries included: a collector that is gone must not hold up a process's exit
+(6.9 s with the SDK's default of ten)."""
 
 
 class _SdkSpan(Span):
@@ -63,7 +66,9 @@ class SdkTracing(Tracing):
         self._provider = TracerProvider(resource=resource, sampler=DEFAULT_ON)
         if otlp_endpoint is not None:
             insecure = not otlp_endpoint.startswith("https://")
-            exporter = OTLPSpanExporter(endpoint=otlp_endpoint, insecure=insecure)
+            exporter = OTLPSpanExporter(
+                endpoint=otlp_endpoint, insecure=insecure, timeout=OTLP_TIMEOUT_SECONDS
+            )
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
         if trace_file is not None:
             self._provider.add_span_processor(
