@@ -37,6 +37,9 @@ from splitspec.v1 import generation_pb2_grpc
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "splitspec.v1.Generation"
+WRITE_DELAY_SECONDS = 0.001
+"""A response costs about as much as a step. After the first one they wait until the services are
+busy with the next round; rounds shorter than this share a response."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
@@ -201,6 +204,7 @@ class _Answer:
         self.clock = clock
         self._changed = asyncio.Event()
         self._closed = False
+        self._begun = False
 
     def emit(self, ids: Sequence[int]) -> pb.FinishReason | None:
         """Take a round's tokens."""
@@ -220,7 +224,9 @@ class _Answer:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            await asyncio.sleep(0)  # the next round's step goes out first
+            if not self._closed:
+                await asyncio.sleep(WRITE_DELAY_SECONDS if self._begun else 0)
+            self._begun = True
             ids, text = self.output.take()
             if self._closed:
                 self._changed.set()
