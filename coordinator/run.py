@@ -172,6 +172,7 @@ class Waiting:
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._status = self._console.status("starting the services")
+        self._text = Text()
         self._mentioned = time.monotonic()
 
     def __enter__(self) -> Waiting:
@@ -187,8 +188,8 @@ class Waiting:
         text.truncate(max(20, self._console.width - 4), overflow="ellipsis")
         if self._console.is_terminal:
             self._status.update(text)
-        elif time.monotonic() - self._mentioned > QUIET_SECONDS:
-            self._mentioned = time.monotonic()
+        elif text != self._text and time.monotonic() - self._mentioned > QUIET_SECONDS:
+            self._text, self._mentioned = text, time.monotonic()
             self._console.print(text)
 
     def stop(self) -> None:
