@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from splitspec.channels import CLIENT_OPTIONS
 from splitspec.v1 import generation_pb2 as pb
 from splitspec.v1 import generation_pb2_grpc

@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
+
 from splitspec.v1 import generation_pb2 as pb
 from splitspec.v1 import verifier_pb2
 from splitspec.v1.rows_pb2 import ROW_KIND_NONE
 from splitspec.v1.verifier_pb2_grpc import VerifierStub
-
 from tests.system.cluster import Answer, Cluster
 
 TOKENS = 160

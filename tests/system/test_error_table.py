@@ -15,11 +15,11 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+
 from splitspec.v1 import generation_pb2 as pb
 from splitspec.v1 import verifier_pb2 as vpb
 from splitspec.v1.rows_pb2 import ROW_KIND_NONE
 from splitspec.v1.verifier_pb2_grpc import VerifierStub
-
 from tests.system.cluster import ROOT, Cluster
 
 VERIFIER = ["--runtime", "torch", "--precision", "fp32", "--max-context-length", "128"]

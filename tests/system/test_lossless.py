@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from splitspec.v1 import generation_pb2 as pb
 from tokenizers import Tokenizer
 
+from splitspec.v1 import generation_pb2 as pb
 from tests.system.cluster import Answer, Cluster
 
 MAX_TOKENS = 24

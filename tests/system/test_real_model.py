@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
-
 from tests.system.cluster import Cluster, running_cluster
 
 pytestmark = pytest.mark.real_model
