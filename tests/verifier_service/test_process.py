@@ -184,6 +184,39 @@ with grpc.insecure_channel({address!r}) as channel:
         assert not free.results[0].HasField("error")
 
 
+def test_a_device_fault_ends_the_process_with_one_line_and_exit_code_1(model, tmp_path):
+    address = f"unix:{tmp_path}/verifier.sock"
+    flags = serve(model, address)[3:]
+    script = f"""
+import sys
+import verifier_service.__main__ as verifier
+from tests.fakes import FakeTarget
+from verifier_service.engine import Engine
+target = FakeTarget()
+target.fault = RuntimeError("device lost")
+verifier.load_engine = lambda config, folder: Engine(target, max_draft_count=7)
+sys.argv[1:] = {flags!r}
+verifier.main()
+"""
+    opened = pb.OpenSession(row_kind=rows_pb2.ROW_KIND_NONE)
+    items = [
+        pb.VerifyItem(session=1, committed_length=0, open=opened),
+        pb.VerifyItem(
+            session=1, committed_length=0, prefill=pb.PrefillChunk(token_ids=[1], final=True)
+        ),
+    ]
+    with running([sys.executable, "-c", script]) as process, connected(address) as stub:
+        handshake(stub)
+        with pytest.raises(grpc.RpcError) as failed:
+            list(stub.RunSteps(iter([pb.VerifierRunStepsRequest(step=1, items=items)]), timeout=20))
+        assert failed.value.code() == grpc.StatusCode.INTERNAL
+        assert process.wait(20) == 1
+        assert process.stderr is not None
+        lines = process.stderr.read().splitlines()
+    assert lines[-1] == "error: RuntimeError: device lost"
+    assert not any("Traceback" in line for line in lines)
+
+
 def fails_with(arguments: Sequence[str]) -> str:
     """Return the one line that a user's mistake prints; the exit code is 2."""
     done = subprocess.run(
