@@ -17,6 +17,9 @@ from coordinator.text import ModelText
 from splitspec.errors import ContextFull, InvalidArgument
 from splitspec.v1 import generation_pb2, sampling_pb2
 
+MAX_EXTRA_BYTES = 1024 * 1024
+"""Bytes of a request beside its prompt, at most."""
+MAX_CHAR_BYTES = 4
 MAX_STOP_COUNT = 16
 MAX_STOP_LENGTH = 1000
 ROLES = ("system", "user", "assistant")
@@ -67,6 +70,9 @@ def plan_request(
         InvalidArgument: names the first field that is wrong, its value and what is accepted.
         ContextFull: the prompt leaves no room for an output token.
     """
+    # Megabytes are refused unread: looking at them would hold up every other request.
+    least = (request.ByteSize() - MAX_EXTRA_BYTES) // (MAX_CHAR_BYTES * text.longest_token)
+    _check_room(least, limits, "at least ")
     refuse_unknown_fields(request)
     sampling = check_sampling(request.sampling)
     max_tokens = request.max_tokens if request.HasField("max_tokens") else None
@@ -190,7 +196,6 @@ def _check_room(count: int, limits: ServedLimits, at_least: str = "") -> None:
 
 
 def _encode(prompt: str, specials: bool, text: ModelText, limits: ServedLimits) -> list[int]:
-    # Tokenizing megabytes would block every other request: what cannot fit is refused unread.
     _check_room(len(prompt) // text.longest_token, limits, "at least ")
     return text.encode(prompt, add_special_tokens=specials)
 

@@ -37,6 +37,7 @@ from splitspec.v1 import generation_pb2_grpc
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "splitspec.v1.Generation"
+LONG_REQUEST_BYTES = 16 * 1024
 WRITE_DELAY_SECONDS = 0.001
 """A response costs about as much as a step. After the first one they wait until the services are
 busy with the next round; rounds shorter than this share a response."""
@@ -111,9 +112,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         """Generate one answer. A client that goes away ends its session at once (law L7)."""
         clock = RequestClock()
         self._lifecycle.require_serving()
-        plan = plan_request(
-            request, text=self._text, template=self._template, limits=self.links.limits()
-        )
+        plan = await self._plan(request)
         answer = _Answer(plan, self._text, clock)
         span = self._start_span(plan, context)
         work = asyncio.create_task(self._run(plan, answer, span))
@@ -135,6 +134,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         finally:
             await ended(work)
             span.end()
+
+    async def _plan(self, request: pb.GenerateRequest) -> Plan:
+        plan = partial(
+            plan_request,
+            request,
+            text=self._text,
+            template=self._template,
+            limits=self.links.limits(),
+        )
+        # A long prompt takes long to tokenize; the tokenizer lets go of the interpreter.
+        return await asyncio.to_thread(plan) if request.ByteSize() > LONG_REQUEST_BYTES else plan()
 
     def _start_span(self, plan: Plan, context: Any) -> telemetry.Span:
         if not self._tracing.enabled:
@@ -166,7 +176,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             span=span,
         )
         method = self.links.draft_method
-        emit = answer.emit
+        emit: rounds.Emit = answer.emit
         if self._config.metrics_address is not None:
             emit = self._meters.round_meter(session, emit)
         try:

@@ -27,6 +27,9 @@ from splitspec.wire_errors import error_from_item, error_from_rpc
 
 logger = logging.getLogger(__name__)
 
+ITEMS_A_SLOT = 4
+"""Services refuse steps with more: nobody needs more than release, open, extend and draft."""
+
 
 class Rank(IntEnum):
     """Order inside a step: free slots, take slots, decode, and prefill with what budget is left."""
@@ -171,8 +174,17 @@ class StepLink:
         return answer
 
     def release(self, epoch: int, session: int, item: Any) -> None:
-        """Put a release into the next step. A peer that was lost has released already (L7)."""
-        if self.connected and epoch == self.epoch:
+        """Put a release into the next step, unless the session was never opened there.
+
+        A peer that was lost has released already (law L7).
+        """
+        if not self.connected or epoch != self.epoch:
+            return
+        opening = self._queues[Rank.OPEN]
+        unsent = [ready for ready in opening if ready.session == session]
+        for ready in unsent:
+            opening.remove(ready)
+        if not unsent:
             self._queues[Rank.RELEASE].append(Ready(session, item, 0, None))
             self._wake.set()
 
@@ -291,6 +303,7 @@ class StepLink:
         not fit stays at the front of its queue, and sessions come back at the end: they rotate.
         """
         batch: list[Ready] = []
+        room = ITEMS_A_SLOT * self.model.slot_count
         budget = self._limits.step_budget
         full: set[int] = set()
         for rank, queue in enumerate(self._queues):
@@ -299,6 +312,9 @@ class StepLink:
                 if ready.answer is not None and ready.answer.done():
                     continue  # cancelled: nobody waits for it any more
                 fits = not ready.cost or ready.cost <= budget or budget == self._limits.step_budget
+                if len(batch) >= room:
+                    kept.append(ready)
+                    continue
                 if rank >= Rank.DECODE:
                     if ready.session in full or not fits:
                         full.add(ready.session)

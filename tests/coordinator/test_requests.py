@@ -91,8 +91,13 @@ def test_a_prompt_needs_room_for_one_token(text: ModelText) -> None:
 
 
 def test_a_text_that_cannot_fit_is_refused_unread(text: ModelText) -> None:
-    with pytest.raises(ContextFull, match="at least"):
-        _plan(text, text="a" * 40_000_000)
+    for fields in (
+        {"text": "a" * 4_000_000},
+        {"token_ids": pb.TokenIds(ids=[5] * 4_000_000)},
+        {"conversation": {"messages": [{"role": "user", "content": "a" * 99}] * 40_000}},
+    ):
+        with pytest.raises(ContextFull, match="at least"):
+            _plan(text, **fields)
 
 
 def test_defaults_are_greedy_all_the_context_and_the_configured_draft_count(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from coordinator.sessions import LinkLost, PeerAbsent
 from coordinator.steps import LinkLimits, Rank, StepLink
 from coordinator.verifier import DIALECT, chunk_spans
-from splitspec.errors import SessionNotFound
+from splitspec.errors import NoFreeSlot, SessionNotFound
 from splitspec.v1 import rows_pb2
 from splitspec.v1 import verifier_pb2 as pb
 from tests.coordinator.fakes.verifier import FakeVerifier
@@ -139,6 +139,30 @@ async def test_a_cancelled_item_is_not_sent(tmp_path: Path) -> None:
         cancelled.cancel()
         await _submit(link, Rank.OPEN, 2, open=OPEN)
         assert peer.steps == [[(2, "open")]]
+
+
+async def test_a_session_that_ends_before_its_open_was_sent_is_never_sent(tmp_path: Path) -> None:
+    async with _link(tmp_path) as (peer, link):
+        await _running(link, [1])
+        peer.steps.clear()
+        peer.step_seconds = 0.02
+        running = _submit(link, Rank.DECODE, 1, 1, verify=VERIFY)
+        await asyncio.sleep(0.005)
+        for session in range(10, 60):
+            _submit(link, Rank.OPEN, session, open=OPEN)
+            release = pb.VerifyItem(session=session, release=pb.ReleaseSession())
+            link.release(link.epoch, session, release)
+        await running
+        await _submit(link, Rank.DECODE, 1, 2, verify=VERIFY)
+        assert peer.steps == [[(1, "verify")], [(1, "verify")]]
+
+
+async def test_a_step_never_holds_more_items_than_services_take(tmp_path: Path) -> None:
+    async with _link(tmp_path) as (peer, link):
+        opens = [_submit(link, Rank.OPEN, s, open=OPEN) for s in range(1, 101)]
+        outcomes = await asyncio.gather(*opens, return_exceptions=True)
+        assert sum(isinstance(outcome, NoFreeSlot) for outcome in outcomes) == 92
+        assert max(map(len, peer.steps)) == 4 * peer.model.slot_count
 
 
 async def test_an_item_error_fails_its_future_alone(tmp_path: Path) -> None:
