@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import skip_init
 
 from graph_runtime.architecture import DecoderConfig
 from graph_runtime.rope import rope_tables
@@ -46,10 +47,10 @@ class Decoder(nn.Module):
         assert list(tap_layers) == sorted(set(tap_layers)), tap_layers
         self.tap_layers = tap_layers
         self.tied = config.tied
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = skip_init(nn.Embedding, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, core) for core in attentions)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = skip_init(nn.Linear, config.hidden_size, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
         cos, sin = rope_tables(config.rope, config.head_dim, max_context_length)
@@ -116,10 +117,10 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         hidden = config.hidden_size
         q_width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden, q_width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(hidden, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(hidden, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_width, hidden, bias=config.o_bias)
+        self.q_proj = skip_init(nn.Linear, hidden, q_width, bias=config.qkv_bias)
+        self.k_proj = skip_init(nn.Linear, hidden, kv_width, bias=config.qkv_bias)
+        self.v_proj = skip_init(nn.Linear, hidden, kv_width, bias=config.qkv_bias)
+        self.o_proj = skip_init(nn.Linear, q_width, hidden, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -154,9 +155,9 @@ class MLP(nn.Module):
         """Build the projections."""
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.gate_proj = skip_init(nn.Linear, hidden, inner, bias=bias)
+        self.up_proj = skip_init(nn.Linear, hidden, inner, bias=bias)
+        self.down_proj = skip_init(nn.Linear, inner, hidden, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the MLP adds to the residual stream, [N, H]."""
