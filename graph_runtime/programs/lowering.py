@@ -13,7 +13,6 @@ stands here instead (about 1.5 s):
 from __future__ import annotations
 
 import logging
-import operator
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,11 +28,17 @@ from executorch.exir.passes.memory_planning_pass import MemoryPlanningPass
 from executorch.exir.schema import TensorShapeDynamism
 from executorch.exir.tensor import TensorSpec
 from executorch.exir.verification.verifier import EXIREdgeDialectVerifier
+from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401 - llama.update_cache
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
+
+from graph_runtime.architecture import DecoderConfig
+from graph_runtime.decoder import Decoder
+from graph_runtime.programs.metadata import ProgramMetadata
+from graph_runtime.programs.network import Head, Step
 
 _CONFIGS = [
     gemm_configs.LinearConfig,
@@ -57,6 +62,29 @@ _CORE_FORMS = {
     _aten.view.default: _aten.view_copy.default,
 }
 """Operators of traced graphs, by the form that kernels and delegate have."""
+
+
+def trace(
+    decoder: Decoder, config: DecoderConfig, metadata: ProgramMetadata
+) -> dict[str, ExportedProgram]:
+    """Return the methods `step` and `head` of a prepared decoder, traced at their largest."""
+    rows, capacity = metadata.max_step_rows, metadata.max_capacity
+    shape = (metadata.n_kv_heads, capacity, 1, metadata.head_dim)
+    group = metadata.n_heads // metadata.n_kv_heads
+    step_inputs = (
+        torch.zeros(rows, dtype=torch.int64),
+        torch.arange(rows),
+        [torch.zeros(1, group * rows, capacity) for _ in metadata.windows],
+        [torch.zeros(shape) for _ in range(metadata.n_layers)],
+        [torch.zeros(shape) for _ in range(metadata.n_layers)],
+    )
+    head_inputs = (torch.zeros(metadata.max_head_rows, metadata.hidden_size),)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # deprecations inside the exporter
+        return {
+            "step": torch.export.export(Step(decoder, config), step_inputs),
+            "head": torch.export.export(Head(decoder), head_inputs),
+        }
 
 
 def lower(

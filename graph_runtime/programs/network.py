@@ -12,8 +12,6 @@ loaded program, and no copy is made between the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,10 +28,6 @@ from graph_runtime.programs.quantised import (
     symmetric_int4,
 )
 from splitspec.errors import UserError
-
-PRECISIONS = ("fp32", "8da8w", "8da4w", "q4_1")
-MASKED = -1e30
-"""Added to the scores of positions that a row may not see: their softmax is exactly 0."""
 
 
 @torch.library.custom_op("splitspec::write_cache", mutates_args=())
@@ -73,7 +67,7 @@ class InPlaceAttention(nn.Module):
 
         Args:
             start: position of the first row.
-            mask: [1, group * N, C] float32, 0 or MASKED.
+            mask: [1, group * N, C] float32, 0, or large and negative where masked.
             k_cache: [n_kv_heads, C, 1, D] float32, written at [start, start + N).
             v_cache: like k_cache.
         """

@@ -110,7 +110,7 @@ class Embedding8(nn.Module):
 
 
 def symmetric_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 values [R, C] and float32 scales [R] of weight [R, C]: weight = values * scale."""
+    """Return int8 values [R, C] and float32 scales [R] whose product is weight [R, C]."""
     scales = (weight.abs().amax(dim=1) / 127).clamp(min=1e-12)
     return torch.round(weight / scales[:, None]).clamp(-127, 127).to(torch.int8), scales
 

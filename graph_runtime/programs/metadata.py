@@ -1,0 +1,87 @@
+"""What a program says about itself: one constant method a key.
+
+Everything the engine needs besides weights is in the `.pte`; a key that is missing is a load error
+that names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from splitspec.errors import UserError
+
+if TYPE_CHECKING:
+    from executorch.runtime import Program
+
+FORMAT_VERSION = 1
+"""Raised when the methods' arguments or meaning change; part of the cache key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramMetadata:
+    """The constant methods of a program, without their prefix `get_`."""
+
+    format_version: int
+    model_hash: str
+    precision: str
+    max_seq_len: int
+    """KV positions of one session."""
+    max_capacity: int
+    """Largest C of a cache [n_kv_heads, C, 1, D] handed to `step`."""
+    vocab_size: int
+    n_layers: int
+    hidden_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    min_prefill_chunk: int
+    max_prefill_chunk: int
+    max_step_rows: int
+    """Largest N of `step`; its smallest is 2."""
+    max_head_rows: int
+    """Largest M of `head`; its smallest is 2."""
+    tap_layers: tuple[int, ...]
+    row_width: int
+    windows: tuple[int, ...]
+    """Sliding windows, one mask each in this order; 0 is none."""
+
+    def constant_methods(self) -> dict[str, Any]:
+        """Return what the exporter stores, by method name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            f"get_{name}": list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+
+def read_metadata(program: Program, path: Path) -> ProgramMetadata:
+    """Read every key of the loaded `program` that lies at `path`.
+
+    Raises:
+        UserError: a key is missing, named; or a value is not of its type.
+    """
+    values: dict[str, Any] = {}
+    for field in fields(ProgramMetadata):
+        method = f"get_{field.name}"
+        if method not in program.method_names:
+            raise UserError(f"program {path} lacks the metadata key {method}: export it again")
+        loaded = program.load_method(method)
+        assert loaded is not None, method
+        found = list(loaded.execute([]))
+        values[field.name] = _typed(found, str(field.type), method, path)
+    return ProgramMetadata(**values)
+
+
+def _typed(found: list[Any], wanted: str, method: str, path: Path) -> Any:
+    if wanted.startswith("tuple"):
+        kind: type = int
+        value: Any = tuple(found)
+    else:
+        kind = {"int": int, "str": str}[wanted]
+        value = found[0] if len(found) == 1 else None
+    elements = value if isinstance(value, tuple) else (value,)
+    if not all(type(element) is kind for element in elements):
+        raise UserError(f"program {path}: {method} is {value!r}; expected {wanted}")
+    return value

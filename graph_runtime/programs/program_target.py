@@ -1,0 +1,170 @@
+"""`Target` on an ExecuTorch program: one loaded copy of the weights, a cache of tensors a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from executorch.runtime import Method, Program
+
+from graph_runtime.programs.metadata import ProgramMetadata
+from graph_runtime.target import Span, SpanOutput, TargetInfo
+from splitspec.errors import UserError
+
+CAPACITY_BLOCK = 64
+"""Capacities are multiples of this. The vector loops of the softmax and of the products then split
+a row in the same way at any capacity, so that its bits do not depend on it (law L4)."""
+MIN_ROWS = 2
+"""A single row is run twice: products with one row take other kernels, with other bits (L4)."""
+MASKED = -1e30
+"""Added to the scores of positions that a row may not see: their softmax is exactly 0."""
+_GROWTH = 1.25
+
+
+def padded_capacity(positions: int) -> int:
+    """Return the smallest capacity that holds `positions`."""
+    return -(-positions // CAPACITY_BLOCK) * CAPACITY_BLOCK
+
+
+class SlotCache:
+    """K/V of one slot: for each layer two tensors [n_kv_heads, C, 1, D] float32.
+
+    C grows with the session, so that a short one costs neither the memory nor the attention of a
+    long one, and `step` is handed the whole tensors without a copy. What lies beyond the committed
+    positions is finite and masked; it is never cleared.
+    """
+
+    def __init__(self, metadata: ProgramMetadata) -> None:
+        """Build an empty cache; the first `reserve` allocates."""
+        self._metadata = metadata
+        self.capacity = 0
+        self.tensors: list[torch.Tensor] = []
+        """K of every layer, then V of every layer."""
+
+    def reserve(self, positions: int, kept: int) -> None:
+        """Make room for `positions`, keeping those in [0, kept).
+
+        A session that starts anew (kept = 0) gives back what its predecessor had grown to.
+        """
+        if kept and positions <= self.capacity:
+            return
+        wanted = max(positions, int(self.capacity * _GROWTH) if kept else 0)
+        capacity = min(padded_capacity(wanted), self._metadata.max_capacity)
+        assert positions <= capacity, (positions, capacity)
+        if capacity == self.capacity:
+            return
+        shape = (self._metadata.n_kv_heads, capacity, 1, self._metadata.head_dim)
+        old = self.tensors or [None] * (2 * self._metadata.n_layers)
+        self.tensors = []
+        for tensor in old:
+            grown = torch.zeros(shape)
+            if kept:
+                assert tensor is not None, kept
+                grown[:, :kept] = tensor[:, :kept]
+            self.tensors.append(grown)
+        self.capacity = capacity
+
+    def copy_from(self, other: SlotCache, length: int) -> None:
+        """Copy positions [0, length) of `other`."""
+        self.reserve(max(length, 1), kept=0)
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            mine[:, :length] = theirs[:, :length]
+
+
+class ProgramTarget:
+    """Implements `Target`. Spans run one after the other: each has a cache of its own."""
+
+    def __init__(self, program: Program, metadata: ProgramMetadata, info: TargetInfo) -> None:
+        """Load the methods of `program`: this is where weights are packed for the CPU."""
+        self._program = program  # the methods borrow from it
+        self._step_method = _method(program, "step")
+        self._head_method = _method(program, "head")
+        self._metadata = metadata
+        self._info = info
+        self._slots = [SlotCache(metadata) for _ in range(info.slot_count)]
+        self._columns = torch.arange(metadata.max_capacity)
+        self._group = metadata.n_heads // metadata.n_kv_heads
+
+    @property
+    def info(self) -> TargetInfo:
+        """Return what is loaded."""
+        return self._info
+
+    def step(self, spans: Sequence[Span]) -> list[SpanOutput]:
+        """Run the spans; see `Target.step`."""
+        slots = [span.slot for span in spans]
+        assert len(set(slots)) == len(slots), slots
+        return [self._run(span) for span in spans]
+
+    def copy_prefix(self, source: int, destination: int, length: int) -> None:
+        """Copy K/V of positions [0, length) between slots; see `Target.copy_prefix`."""
+        assert source != destination, source
+        assert 0 <= length <= self._slots[source].capacity, length
+        self._slots[destination].copy_from(self._slots[source], length)
+
+    def _run(self, span: Span) -> SpanOutput:
+        count = len(span.token_ids)
+        end = span.start + count
+        assert 1 <= count <= self._metadata.max_step_rows, count
+        assert 0 <= span.start < end <= self._info.max_context_length, (span.start, end)
+        assert 0 <= span.logits_count <= count, (span.logits_count, count)
+        # The copy of a single row is written one position further on, where nothing is valid yet.
+        padding = max(MIN_ROWS - count, 0)
+        slot = self._slots[span.slot]
+        slot.reserve(end + padding, kept=span.start)
+        tokens = torch.tensor([*span.token_ids, *span.token_ids[:padding]])
+        positions = torch.arange(span.start, end + padding)
+        masks = self._masks(positions, slot.capacity)
+        hidden, rows = self._step_method.execute([tokens, positions, *masks, *slot.tensors])
+        wanted = hidden[count - span.logits_count : count]
+        return SpanOutput(
+            logits=self._logits(wanted), rows=rows[:count] if span.wants_rows else None
+        )
+
+    def _masks(self, positions: torch.Tensor, capacity: int) -> list[torch.Tensor]:
+        """Return one mask [1, group * N, capacity] a sliding window, rows of a head together."""
+        column = self._columns[None, :capacity]
+        position = positions[:, None]
+        masks = []
+        for window in self._metadata.windows:
+            hidden = column > position
+            if window:
+                hidden |= column <= position - window
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, MASKED)
+            masks.append(mask.repeat(self._group, 1)[None])
+        return masks
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [M, V] of hidden [M, H]; M may be 0."""
+        parts = []
+        for rows in hidden.split(self._metadata.max_head_rows) if len(hidden) else ():
+            padded = rows if len(rows) >= MIN_ROWS else rows.repeat(MIN_ROWS, 1)
+            (logits,) = self._head_method.execute([padded.contiguous()])
+            parts.append(logits[: len(rows)])
+        if not parts:
+            return torch.empty(0, self._metadata.vocab_size)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _method(program: Program, name: str) -> Method:
+    try:
+        method = program.load_method(name)
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"program has no usable method {name}: export it again") from error
+    assert method is not None, name
+    return method
+
+
+def check_fits(metadata: ProgramMetadata, path: Path, model_hash: str, precision: str) -> None:
+    """Refuse a program of another model or precision.
+
+    Raises:
+        UserError: names both values.
+    """
+    for key, found, wanted in (
+        ("model hash", metadata.model_hash, model_hash),
+        ("precision", metadata.precision, precision),
+    ):
+        if found != wanted:
+            raise UserError(f"program {path} has {key} {found}; expected {wanted}")
