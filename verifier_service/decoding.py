@@ -13,12 +13,11 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from splitspec import PROTOCOL_VERSION
 from splitspec.errors import InvalidArgument, SplitspecError
-from splitspec.rows import RowFormat, encode_rows
-from splitspec.v1 import rows_pb2, sampling_pb2
+from splitspec.rows import RowFormat, fill_rows
+from splitspec.v1 import sampling_pb2
 from splitspec.v1 import verifier_pb2 as pb
 from splitspec.wire_errors import item_error
 from verifier_service.steps import (
-    Committed,
     EngineModel,
     ForkItem,
     Item,
@@ -154,35 +153,28 @@ def refuse_unknown(name: str, message: Any) -> None:
 
 
 def encode_results(
-    results: Sequence[ItemResult], row_format: RowFormat
-) -> list[pb.VerifyItemResult]:
-    """Return the wire form of `results`."""
-    return [_encode(result, row_format) for result in results]
-
-
-def _encode(result: ItemResult, row_format: RowFormat) -> pb.VerifyItemResult:
-    message = pb.VerifyItemResult(
-        session=result.session_id, committed_length=result.committed_length
-    )
-    outcome = result.outcome
-    if result.error is not None:
-        message.error.CopyFrom(item_error(result.error))
-    elif isinstance(outcome, VerifyOutcome):
-        message.verify.accepted_count = outcome.accepted_count
-        message.verify.bonus_token_id = outcome.bonus_token_id
-        message.verify.SetInParent()  # all of it may be zero
-        _encode_rows(message.verify.rows, outcome.rows, row_format)
-    elif outcome is not None:
-        message.prefill.SetInParent()
-        if outcome.bonus_token_id is not None:
-            message.prefill.bonus_token_id = outcome.bonus_token_id
-        _encode_rows(message.prefill.rows, outcome.rows, row_format)
-    return message
-
-
-def _encode_rows(rows: rows_pb2.Rows, committed: Committed | None, row_format: RowFormat) -> None:
-    if committed is not None:
-        rows.CopyFrom(encode_rows(row_format, committed.start, committed.data))
+    response: pb.VerifierRunStepsResponse, results: Sequence[ItemResult], row_format: RowFormat
+) -> None:
+    """Append the wire form of `results` to `response`, in place: rows are copied once."""
+    for result in results:
+        message = response.results.add(
+            session=result.session_id, committed_length=result.committed_length
+        )
+        outcome = result.outcome
+        if result.error is not None:
+            message.error.CopyFrom(item_error(result.error))
+        elif isinstance(outcome, VerifyOutcome):
+            message.verify.SetInParent()  # all of it may be zero
+            message.verify.accepted_count = outcome.accepted_count
+            message.verify.bonus_token_id = outcome.bonus_token_id
+            if outcome.rows is not None:
+                fill_rows(message.verify.rows, row_format, outcome.rows.start, outcome.rows.data)
+        elif outcome is not None:
+            message.prefill.SetInParent()
+            if outcome.bonus_token_id is not None:
+                message.prefill.bonus_token_id = outcome.bonus_token_id
+            if outcome.rows is not None:
+                fill_rows(message.prefill.rows, row_format, outcome.rows.start, outcome.rows.data)
 
 
 def encode_model(model: EngineModel) -> pb.VerifierGetModelResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
@@ -48,7 +49,8 @@ class VerifierMetrics:
         nanoseconds = (queue_ns, step.device_ns, step.copy_ns)
         for phase, spent in zip(self._phases, nanoseconds, strict=True):
             phase.observe(spent / 1e9)
-        for item, result in zip(items, step.results, strict=True):
-            self._service.step_items.labels(item.action).inc()
+        for action, count in collections.Counter(item.action for item in items).items():
+            self._service.step_items.labels(action).inc(count)
+        for result in step.results:
             if result.error is not None:
                 self._service.item_errors.labels(result.error.reason).inc()

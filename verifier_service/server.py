@@ -105,9 +105,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         started_ns, step = await self._call(engine, stream, items)
         queue_ns = started_ns - arrived_ns
         encoding_ns = time.perf_counter_ns()
-        response = pb.VerifierRunStepsResponse(
-            step=request.step, results=encode_results(step.results, model.raw_format)
-        )
+        response = pb.VerifierRunStepsResponse(step=request.step)
+        encode_results(response, step.results, model.raw_format)
         step.copy_ns += time.perf_counter_ns() - encoding_ns
         response.timings.queue.FromNanoseconds(queue_ns)
         response.timings.device.FromNanoseconds(step.device_ns)

@@ -155,24 +155,27 @@ def test_absent_sampling_is_greedy_and_absent_fields_keep_everything():
     )
 
 
+def encoded(*results: ItemResult) -> list[pb.VerifyItemResult]:
+    response = pb.VerifierRunStepsResponse()
+    encode_results(response, results, FORMAT)
+    return list(response.results)
+
+
 def test_results_carry_rows_zero_values_and_errors():
     rows = Committed(start=3, data=bytes(16))
-    verify, prefill, plain, failed = encode_results(
-        [
-            ItemResult(
-                session_id=1,
-                committed_length=5,
-                outcome=VerifyOutcome(accepted_count=0, bonus_token_id=0, rows=None),
-            ),
-            ItemResult(
-                session_id=2,
-                committed_length=5,
-                outcome=PrefillOutcome(bonus_token_id=0, rows=rows),
-            ),
-            ItemResult(session_id=3),
-            ItemResult(session_id=4, error=InvalidArgument.of("top_k", 1, "2")),
-        ],
-        FORMAT,
+    verify, prefill, plain, failed = encoded(
+        ItemResult(
+            session_id=1,
+            committed_length=5,
+            outcome=VerifyOutcome(accepted_count=0, bonus_token_id=0, rows=None),
+        ),
+        ItemResult(
+            session_id=2,
+            committed_length=5,
+            outcome=PrefillOutcome(bonus_token_id=0, rows=rows),
+        ),
+        ItemResult(session_id=3),
+        ItemResult(session_id=4, error=InvalidArgument.of("top_k", 1, "2")),
     )
     assert verify.WhichOneof("result") == "verify"
     assert not verify.verify.HasField("rows")
@@ -184,8 +187,8 @@ def test_results_carry_rows_zero_values_and_errors():
 
 
 def test_an_inner_chunk_has_no_bonus():
-    (result,) = encode_results(
-        [ItemResult(session_id=1, outcome=PrefillOutcome(bonus_token_id=None, rows=None))], FORMAT
+    (result,) = encoded(
+        ItemResult(session_id=1, outcome=PrefillOutcome(bonus_token_id=None, rows=None))
     )
     assert result.WhichOneof("result") == "prefill"
     assert not result.prefill.HasField("bonus_token_id")
