@@ -12,6 +12,6 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def program_cache(pytestconfig: pytest.Config) -> Path:
-    """Return a cache folder that outlives the run: one export, by content hash, serves all tests."""
+    """Return a cache folder that outlives the run: one export serves all tests."""
     assert pytestconfig.cache is not None
     return pytestconfig.cache.mkdir("splitspec")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -193,6 +194,44 @@ def test_a_cache_that_cannot_be_made_is_one_line(gguf_path: Path, tmp_path: Path
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     assert_refused("smolm", tmp_path / "cache", "unknown model 'smolm'; known: smollm2-135m")
+
+
+def test_a_hub_name_is_downloaded_into_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's own download is replaced by a copy: no network is needed."""
+    hub = pytest.importorskip("huggingface_hub")
+    source = write_tiny_model(tmp_path / "source")
+
+    def download(name: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        assert name == "org/tiny"
+        for pattern in allow_patterns:
+            for path in source.glob(pattern):
+                shutil.copy(path, local_dir)
+        (local_dir / ".cache").mkdir()
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    folder = pull_model("org/tiny", tmp_path / "cache")
+    assert folder == model_folder("org/tiny", tmp_path / "cache")
+    assert not (folder / ".cache").exists()
+    assert model_hash(folder, tmp_path) == model_hash(source, tmp_path)
+    (source / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(UserError, match="GPT2LMHeadModel"):
+        pull_model("org/tiny", tmp_path / "other")
+    assert not list((tmp_path / "other" / "models").iterdir())
+
+
+def test_two_pulls_at_once_leave_one_whole_folder(gguf_path: Path, tmp_path: Path) -> None:
+    """The one that ends last finds the folder there and takes it."""
+    cache = tmp_path / "cache"
+
+    def fill(folder: Path) -> None:
+        pull_model(str(gguf_path), cache)  # the other process, faster
+        (folder / "config.json").write_text("half")
+
+    folder = model_store._prepare(cache, gguf_path.stem, fill)
+    assert (folder / "model.safetensors").is_file()
+    assert [path.name for path in (cache / "models").iterdir()] == [gguf_path.stem]
 
 
 def command(*arguments: str, cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
