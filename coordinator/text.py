@@ -31,6 +31,8 @@ class ModelText:
     byte_token_ids: frozenset[int]
     """Tokens that stand for one byte of a byte-fallback tokenizer. A run of them decodes as a
     whole, so its text can change while it grows."""
+    decodes_by_token: bool
+    """Whether a token's bytes are the same wherever it stands (byte-level decoders)."""
     special_token_ids: frozenset[int]
     """Tokens without text."""
     longest_token: int
@@ -53,7 +55,8 @@ class ModelText:
             raise UserError(f"{path} is not a tokenizer: {error}") from error
         settings = _json(folder / "tokenizer_config.json")
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        falls_back = '"ByteFallback"' in json.dumps(json.loads(content).get("decoder"))
+        decoder = json.loads(content).get("decoder") or {}
+        falls_back = '"ByteFallback"' in json.dumps(decoder)
         return cls(
             tokenizer=tokenizer,
             tokenizer_hash=hashlib.sha256(content).hexdigest(),
@@ -69,6 +72,7 @@ class ModelText:
                 for text, token in vocabulary.items()
                 if falls_back and _BYTE_TOKEN.fullmatch(text)
             ),
+            decodes_by_token=decoder.get("type") == "ByteLevel",
             special_token_ids=frozenset(
                 token
                 for token, added in tokenizer.get_added_tokens_decoder().items()
@@ -132,6 +136,8 @@ class Detokenizer:
 
     def _pending(self) -> str:
         window: str = self._decode(self._ids[self._start :])
+        if self._start == self._done:
+            return window
         shown: str = self._decode(self._ids[self._start : self._done])
         return window[len(shown) :]
 
@@ -139,6 +145,8 @@ class Detokenizer:
         if text:  # context must have text of its own: tokens without any do not make one
             self._start = self._done
         self._done = len(self._ids)
+        if self._text.decodes_by_token:
+            self._start = self._done
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -110,7 +110,7 @@ async def test_a_request_that_starts_without_the_drafter_gets_it_when_it_comes(
         assert s.drafter is not None
         await s.drafter.kill()
         s.verifier.step_seconds = 0.02
-        asyncio.get_running_loop().call_later(0.2, lambda: s.drafter and s.drafter.die())
+        asyncio.get_running_loop().call_later(0.2, s.drafter.die)
         answer = await s.generate(max_tokens=100, draft_count=3)
         assert answer.token_ids == continuation(PROMPT, None, 100)
         assert answer.statistics.target_only_round_count > 1
