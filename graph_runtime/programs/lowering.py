@@ -54,7 +54,7 @@ _CONFIGS = [
 ]
 
 _aten = torch.ops.aten
-_CORE_FORMS = {
+_CORE_FORMS: dict[Any, Any] = {
     _aten.item.default: _aten._local_scalar_dense.default,
     _aten.reshape.default: _aten.view_copy.default,
     _aten.select.int: _aten.select_copy.int,

@@ -12,6 +12,8 @@ loaded program, and no copy is made between the two.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -52,6 +54,8 @@ class InPlaceAttention(nn.Module):
     NOTE: not `llama.custom_sdpa`, whose bits depend on how many rows a call has (law L4). Query
     heads that share a K/V head are rows of one product, so K/V is not repeated.
     """
+
+    scale: torch.Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         """Build the attention of one layer; `bind` gives it its inputs before each trace."""
@@ -99,6 +103,10 @@ class InPlaceAttention(nn.Module):
 class LinearNorm(nn.Module):
     """RMSNorm whose mean is a product with 1/H, because a mean over rows is not in the delegate."""
 
+    weight: torch.Tensor
+    mean: torch.Tensor
+    eps: torch.Tensor
+
     def __init__(self, norm: RMSNorm) -> None:
         """Take over the weight and epsilon of `norm`."""
         super().__init__()
@@ -117,6 +125,8 @@ class HalfTurn(nn.Module):
 
     A slice of a tensor of unknown length does not lower into the delegate; a linear does.
     """
+
+    swap: torch.Tensor
 
     def __init__(self, head_dim: int) -> None:
         """Build the permutation [D, D]."""
@@ -139,8 +149,9 @@ class Step(nn.Module):
         """Wrap a prepared decoder."""
         super().__init__()
         self.decoder = decoder
-        self.windows = distinct_windows(config)
-        self.mask_of_layer = [self.windows.index(window) for window in config.sliding_windows]
+        windows = distinct_windows(config)
+        self.mask_of_layer = [windows.index(window) for window in config.sliding_windows]
+        self.attentions = [m for m in decoder.modules() if isinstance(m, InPlaceAttention)]
 
     def forward(
         self,
@@ -151,13 +162,12 @@ class Step(nn.Module):
         v_caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last layer's output [N, H] and rows [N, row width]; write the caches."""
-        start = positions[0].item()
+        start = cast(int, positions[0].item())
         capacity = k_caches[0].shape[1]
         torch._check(start >= 0)
         torch._check(start + tokens.shape[0] <= capacity)
         torch._check(start < capacity)
-        for i, layer in enumerate(self.decoder.layers):
-            attention = layer.self_attn.attention
+        for i, attention in enumerate(self.attentions):
             attention.bind(start, masks[self.mask_of_layer[i]], k_caches[i], v_caches[i])
         return self.decoder.hidden(tokens, positions)
 
@@ -200,10 +210,10 @@ def prepare(decoder: Decoder, config: DecoderConfig, precision: str) -> None:
                 setattr(parent, attribute, LinearNorm(module))
             elif isinstance(module, SelfAttention):
                 module.rotate = HalfTurn(config.head_dim)
-    decoder.norm = LinearNorm(decoder.norm)
+    setattr(decoder, "norm", LinearNorm(decoder.norm))  # noqa: B010 - another type of module
     if make is not None:
-        decoder.embed_tokens = Embedding8(embedding.weight.detach())
-        decoder.lm_head = _linear_8(head, "lm_head.weight")
+        setattr(decoder, "embed_tokens", Embedding8(embedding.weight.detach()))  # noqa: B010
+        setattr(decoder, "lm_head", _linear_8(head, "lm_head.weight"))  # noqa: B010
 
 
 def _linear_8(linear: nn.Linear, name: str) -> nn.Module:  # noqa: ARG001 - like the others

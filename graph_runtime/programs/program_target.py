@@ -55,14 +55,12 @@ class SlotCache:
         if capacity == self.capacity:
             return
         shape = (self._metadata.n_kv_heads, capacity, 1, self._metadata.head_dim)
-        old = self.tensors or [None] * (2 * self._metadata.n_layers)
-        self.tensors = []
-        for tensor in old:
-            grown = torch.zeros(shape)
+        old, self.tensors = self.tensors, []
+        assert old or not kept, kept
+        for i in range(2 * self._metadata.n_layers):
+            self.tensors.append(torch.zeros(shape))
             if kept:
-                assert tensor is not None, kept
-                grown[:, :kept] = tensor[:, :kept]
-            self.tensors.append(grown)
+                self.tensors[i][:, :kept] = old[i][:, :kept]
         self.capacity = capacity
 
     def copy_from(self, other: SlotCache, length: int) -> None:

@@ -31,6 +31,8 @@ def _through_int8(x: torch.Tensor) -> torch.Tensor:
 class Linear8(nn.Module):
     """8da8w: int8 weights, one scale an output channel."""
 
+    bias: torch.Tensor | None
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Quantise weight [out, in] float32."""
         super().__init__()
@@ -50,6 +52,8 @@ class Linear8(nn.Module):
 
 class Linear4(nn.Module):
     """Int8 activations times symmetric 4-bit weights with one scale a group of inputs."""
+
+    bias: torch.Tensor | None
 
     def __init__(
         self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
@@ -74,6 +78,9 @@ class LinearQ41(nn.Module):
 
     The first term is a `Linear4`, the second a linear over the groups' sums, 1/GROUP its size.
     """
+
+    ones: torch.Tensor
+    offsets: torch.Tensor
 
     def __init__(
         self,
