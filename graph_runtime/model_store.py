@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from splitspec.folders import models_dir
 
 _BLOCK = 1 << 20
 _DOWNLOAD_SECONDS = 1800
+_ABANDONED_SECONDS = 24 * 3600
 _SOURCE = "source.json"
 """What a folder was converted from, when that was a user's own file."""
 
@@ -133,6 +135,7 @@ def _prepare(cache_dir: Path, name: str, fill: Callable[[Path], None]) -> Path:
     scratch = None
     try:
         models.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(models)
         scratch = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=models))
         fill(scratch)
         scratch.chmod(0o755)
@@ -144,6 +147,13 @@ def _prepare(cache_dir: Path, name: str, fill: Callable[[Path], None]) -> Path:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
     return final
+
+
+def _remove_abandoned(models: Path) -> None:
+    """Remove the scratch folders of pulls that were killed before they could."""
+    for path in models.glob(".*"):
+        if path.is_dir() and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _pull_gguf(path: Path, cache_dir: Path) -> Path:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -232,6 +233,16 @@ def test_two_pulls_at_once_leave_one_whole_folder(gguf_path: Path, tmp_path: Pat
     folder = model_store._prepare(cache, gguf_path.stem, fill)
     assert (folder / "model.safetensors").is_file()
     assert [path.name for path in (cache / "models").iterdir()] == [gguf_path.stem]
+
+
+def test_what_a_killed_pull_left_is_removed_a_day_later(gguf_path: Path, tmp_path: Path) -> None:
+    models = tmp_path / "cache" / "models"
+    for name, age in ((".old.x", 25 * 3600), (".running.x", 60)):
+        (models / name).mkdir(parents=True)
+        then = time.time() - age
+        os.utime(models / name, (then, then))
+    pull_model(str(gguf_path), tmp_path / "cache")
+    assert sorted(path.name for path in models.iterdir()) == [".running.x", "tiny"]
 
 
 def command(*arguments: str, cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
