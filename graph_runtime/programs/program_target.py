@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from executorch.runtime import Method, Program
 
+from graph_runtime.programs.executorch_runtime import Method, Program
 from graph_runtime.programs.metadata import ProgramMetadata
 from graph_runtime.target import Span, SpanOutput, TargetInfo
 from splitspec.errors import UserError

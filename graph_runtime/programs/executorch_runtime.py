@@ -1,0 +1,43 @@
+"""What runs a program, without what makes one.
+
+`executorch.runtime` needs a single warning class of `executorch.exir`, but importing it runs that
+package's own start-up, the whole exporter: seconds of every start and over 100 MB. So the package
+stands in as an empty one while the runtime is imported. `lowering.py` imports the real one later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import ModuleType
+
+EXPORTER = "executorch.exir"
+
+
+@contextlib.contextmanager
+def _without_exporter() -> Iterator[None]:
+    if EXPORTER in sys.modules:
+        yield
+        return
+    spec = find_spec(EXPORTER)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    stand_in = ModuleType(EXPORTER)
+    stand_in.__path__ = list(spec.submodule_search_locations)
+    sys.modules[EXPORTER] = stand_in
+    try:
+        yield
+    finally:
+        for name in [EXPORTER, f"{EXPORTER}._warnings"]:
+            sys.modules.pop(name, None)
+
+
+with _without_exporter():
+    from executorch.extension.pybindings.portable_lib import (
+        _unsafe_reset_threadpool as reset_threadpool,
+    )
+    from executorch.runtime import Method, Program, Runtime
+
+__all__ = ["Method", "Program", "Runtime", "reset_threadpool"]
