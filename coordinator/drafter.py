@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
 
+from coordinator.batching import Answer, Rank
 from coordinator.sessions import LinkLost, Session
-from coordinator.steps import Dialect, Rank, StepLink, Trip
+from coordinator.steps import Dialect, StepLink
 from splitspec.errors import SplitspecError
 from splitspec.telemetry import KEY_CONTEXT_LENGTH, KEY_DRAFT_COUNT, SPAN_DRAFT, Span
 from splitspec.v1 import drafter_pb2, rows_pb2
@@ -68,8 +68,8 @@ class RemoteDrafter:
         """What the drafter holds once it has run every item that was sent."""
         self._rows: list[rows_pb2.Rows] = []
         """Rows of the positions from `_context_length` on."""
-        self._outstanding: set[asyncio.Future[tuple[Any, Trip]]] = set()
-        self._late: asyncio.Future[tuple[Any, Trip]] | None = None
+        self._outstanding: set[Answer] = set()
+        self._late: Answer | None = None
         self._retry_at = 0.0
         self._retry_seconds = patience.retry_seconds
 
@@ -183,9 +183,7 @@ class RemoteDrafter:
             span.set(KEY_CONTEXT_LENGTH, context_length)
         return drafts
 
-    def _send_draft(
-        self, session: Session, count: int, span: Span
-    ) -> asyncio.Future[tuple[Any, Trip]]:
+    def _send_draft(self, session: Session, count: int, span: Span) -> Answer:
         begin, end = self._context_length, session.committed_length
         draft = drafter_pb2.Draft(token_ids=session.tokens[begin:end], draft_count=count)
         if count:
@@ -204,15 +202,13 @@ class RemoteDrafter:
         self._context_length = end
         return self._send(Rank.DECODE, item, size)
 
-    def _send(
-        self, rank: Rank, item: drafter_pb2.DraftItem, size: int
-    ) -> asyncio.Future[tuple[Any, Trip]]:
+    def _send(self, rank: Rank, item: drafter_pb2.DraftItem, size: int) -> Answer:
         answer = self._link.submit(self._epoch, rank, self._session, item, size)
         self._outstanding.add(answer)
         answer.add_done_callback(self._settle)
         return answer
 
-    def _settle(self, answer: asyncio.Future[tuple[Any, Trip]]) -> None:
+    def _settle(self, answer: Answer) -> None:
         """Lose the slot if an item failed: the drafter lacks what the item brought."""
         failed = answer.cancelled() or answer.exception() is not None
         if answer in self._outstanding:

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from coordinator import drafter, verifier
+from coordinator.batching import Trip
 from coordinator.config import CoordinatorConfig
 from coordinator.drafter import DrafterPatience, NoDrafter, RemoteDrafter
 from coordinator.handshake import DrafterCheck, VerifierCheck
 from coordinator.requests import ServedLimits
-from coordinator.steps import Dialect, LinkLimits, StepLink, Trip
+from coordinator.steps import Dialect, LinkLimits, StepLink
 from coordinator.verifier import RemoteVerifier, VerifierPatience
 from splitspec.errors import ModelMismatch, NotReady
 from splitspec.v1 import verifier_pb2

@@ -68,6 +68,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         metrics.slots_in_use.set_function(lambda: self._admission.running_count)
         self._meters = Meters(metrics)
         self._health: asyncio.Task[None] | None = None
+        self._calls: set[_Answer] = set()
+        self._call_ended = asyncio.Event()
+        self.misfit: ModelMismatch | None = None
+        """Why this coordinator must not serve: its drafter answered late, and does not fit."""
         self.links = Links(
             config,
             tokenizer_hash=text.tokenizer_hash,
@@ -85,6 +89,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             await self.links.connect()
         except ModelMismatch as error:
             raise UserError(error.message) from error
+
+    async def finish(self) -> None:
+        """Return when no call is in flight."""
+        while self._calls:
+            self._call_ended.clear()
+            await self._call_ended.wait()
 
     async def GetModel(
         self, request: pb.GenerationGetModelRequest, context: Any
@@ -114,6 +124,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._lifecycle.require_serving()
         plan = await self._plan(request)
         answer = _Answer(plan, self._text, clock)
+        self._calls.add(answer)
         span = self._start_span(plan, context)
         work = asyncio.create_task(self._run(plan, answer, span))
         try:
@@ -134,6 +145,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         finally:
             await ended(work)
             span.end()
+            self._calls.remove(answer)
+            self._call_ended.set()
 
     async def _plan(self, request: pb.GenerateRequest) -> Plan:
         plan = partial(
@@ -189,6 +202,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     def _links_changed(self) -> None:
         """Follow the verifier: its slots, and health that says SERVING only while it is there."""
+        drafter = self.links.drafter
+        if drafter is not None and drafter.refusal is not None and not drafter.epoch:
+            self.misfit = drafter.refusal
+            self._lifecycle.drain()
         link = self.links.verifier
         if link.connected:
             self._admission.resize(link.model.slot_count)
@@ -268,10 +285,13 @@ async def serve_coordinator(
             services=[ServiceEntry(name=SERVICE_NAME, register=register)],
             lifecycle=lifecycle,
             prepare=servicer.connect,
+            finish=servicer.finish,
             on_ready=on_ready,
             metrics_address=config.metrics_address,
             registry=registry,
         )
+        if servicer.misfit is not None:
+            raise UserError(servicer.misfit.message)
     finally:
         await servicer.links.close()
         tracing.close()

@@ -9,10 +9,10 @@ from time import perf_counter
 
 from google.protobuf import duration_pb2
 
+from coordinator.batching import Trip
 from coordinator.requests import Plan
 from coordinator.rounds import Emit
 from coordinator.sessions import Session
-from coordinator.steps import Trip
 from splitspec import telemetry
 from splitspec.metrics import ROUND_PHASES, CoordinatorMetrics
 from splitspec.telemetry import Attributes, Span

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -20,24 +18,13 @@ from typing import Any
 import grpc
 from google.protobuf import duration_pb2
 
+from coordinator.batching import ITEMS_A_SLOT, Answer, Rank, Ready, ReadyItems, Trip
 from coordinator.sessions import LinkLost, PeerAbsent
 from splitspec.channels import CLIENT_OPTIONS
 from splitspec.errors import ModelMismatch, SplitspecError
 from splitspec.wire_errors import error_from_item, error_from_rpc
 
 logger = logging.getLogger(__name__)
-
-ITEMS_A_SLOT = 4
-"""Services refuse steps with more: nobody needs more than release, open, extend and draft."""
-
-
-class Rank(IntEnum):
-    """Order inside a step: free slots, take slots, decode, and prefill with what budget is left."""
-
-    RELEASE = 0
-    OPEN = 1
-    DECODE = 2
-    PREFILL = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,29 +48,6 @@ class Dialect:
     stub: Callable[[grpc.aio.Channel], Any]
     model_request: Callable[[], Any]
     step_request: Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Trip:
-    """One step's way: when it was sent and answered, and the seconds inside the service."""
-
-    sent: float
-    answered: float
-    service: float
-
-
-class Ready:
-    """An item that waits for the next step, or is in it. Nobody waits where `answer` is None."""
-
-    __slots__ = ("answer", "cost", "item", "session")
-
-    def __init__(
-        self, session: int, item: Any, cost: int, answer: asyncio.Future[tuple[Any, Trip]] | None
-    ) -> None:
-        self.session = session
-        self.item = item
-        self.cost = cost
-        self.answer = answer
 
 
 class StepLink:
@@ -110,7 +74,7 @@ class StepLink:
         self._accept = accept
         self._on_change = on_change
         self._on_step = on_step
-        self._queues: tuple[deque[Ready], ...] = tuple(deque() for _ in Rank)
+        self._ready = ReadyItems()
         self._in_flight: list[Ready] = []
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
@@ -158,18 +122,16 @@ class StepLink:
             raise ModelMismatch(self.refusal.message, **self.refusal.metadata)
         return self.epoch
 
-    def submit(
-        self, epoch: int, rank: Rank, session: int, item: Any, cost: int = 0
-    ) -> asyncio.Future[tuple[Any, Trip]]:
+    def submit(self, epoch: int, rank: Rank, session: int, item: Any, cost: int = 0) -> Answer:
         """Put `item` into the next step; the future gets its result and the step's trip.
 
         It fails with the item's error, or with LinkLost.
         """
-        answer: asyncio.Future[tuple[Any, Trip]] = asyncio.get_running_loop().create_future()
+        answer: Answer = asyncio.get_running_loop().create_future()
         if not self.connected or epoch != self.epoch:
             answer.set_exception(LinkLost(f"the {self._dialect.peer} was lost: {self.problem}"))
         else:
-            self._queues[rank].append(Ready(session, item, cost, answer))
+            self._ready.add(rank, Ready(session, item, cost, answer))
             self._wake.set()
         return answer
 
@@ -180,12 +142,8 @@ class StepLink:
         """
         if not self.connected or epoch != self.epoch:
             return
-        opening = self._queues[Rank.OPEN]
-        unsent = [ready for ready in opening if ready.session == session]
-        for ready in unsent:
-            opening.remove(ready)
-        if not unsent:
-            self._queues[Rank.RELEASE].append(Ready(session, item, 0, None))
+        if not self._ready.forget_open(session):
+            self._ready.add(Rank.RELEASE, Ready(session, item, 0, None))
             self._wake.set()
 
     async def _keep_connected(self) -> None:
@@ -241,10 +199,8 @@ class StepLink:
             logger.warning("%s at %s: %s", self._dialect.peer, self._address, problem.message)
         self.problem = problem.message
         self.refusal = problem if isinstance(problem, ModelMismatch) else None
-        lost = [*self._in_flight, *(ready for queue in self._queues for ready in queue)]
+        lost = [*self._in_flight, *self._ready.clear()]
         self._in_flight = []
-        for queue in self._queues:
-            queue.clear()
         for ready in lost:
             if ready.answer is not None and not ready.answer.done():
                 ready.answer.set_exception(
@@ -264,9 +220,11 @@ class StepLink:
             self._wake.clear()
             if call.done():
                 raise await _ending(call)
-            while batch := self._take():
+            while batch := self._ready.take(
+                item_limit=ITEMS_A_SLOT * self.model.slot_count, budget=self._limits.step_budget
+            ):
                 await self._run_step(call, next(numbers), batch)
-                if any(self._queues):
+                if self._ready:
                     await asyncio.sleep(0)  # sessions that this answer woke join the next step
 
     async def _run_step(self, call: Any, number: int, batch: list[Ready]) -> None:
@@ -295,37 +253,6 @@ class StepLink:
                 answer.set_result((result, trip))
         if self._on_step is not None:
             self._on_step(request.ByteSize(), reply.ByteSize(), trip)
-
-    def _take(self) -> list[Ready]:
-        """Take the items of the next step.
-
-        One decode or prefill item a session; items with a cost only within the budget. What does
-        not fit stays at the front of its queue, and sessions come back at the end: they rotate.
-        """
-        batch: list[Ready] = []
-        room = ITEMS_A_SLOT * self.model.slot_count
-        budget = self._limits.step_budget
-        full: set[int] = set()
-        for rank, queue in enumerate(self._queues):
-            kept: list[Ready] = []
-            for ready in queue:
-                if ready.answer is not None and ready.answer.done():
-                    continue  # cancelled: nobody waits for it any more
-                fits = not ready.cost or ready.cost <= budget or budget == self._limits.step_budget
-                if len(batch) >= room:
-                    kept.append(ready)
-                    continue
-                if rank >= Rank.DECODE:
-                    if ready.session in full or not fits:
-                        full.add(ready.session)
-                        kept.append(ready)
-                        continue
-                    full.add(ready.session)
-                    budget -= ready.cost
-                batch.append(ready)
-            queue.clear()
-            queue.extend(kept)
-        return batch
 
 
 async def _ending(call: Any) -> SplitspecError:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from coordinator.batching import Rank
 from coordinator.sessions import LinkLost, Session
-from coordinator.steps import Dialect, Rank, StepLink
+from coordinator.steps import Dialect, StepLink
 from splitspec.errors import CommittedLengthMismatch, Draining, NoFreeSlot, SplitspecError
 from splitspec.telemetry import (
     KEY_ACCEPTED_COUNT,

@@ -136,6 +136,7 @@ async def serve(
     services: Sequence[ServiceEntry],
     lifecycle: Lifecycle,
     prepare: Callable[[], Awaitable[None]] | None = None,
+    finish: Callable[[], Awaitable[None]] | None = None,
     on_ready: Callable[[str], None] | None = None,
     metrics_address: str | None = None,
     registry: CollectorRegistry | None = None,
@@ -144,7 +145,9 @@ async def serve(
     """Serve until SIGTERM, SIGINT or a failure; returns after a clean drain.
 
     The port is bound first and health says NOT_SERVING while `prepare` loads, then SERVING, and
-    `on_ready` gets the bound address. At the end health says NOT_SERVING before anything else.
+    `on_ready` gets the bound address. At the end health says NOT_SERVING before anything else, and
+    `finish` returns when the calls in flight are done: until then new ones are refused by the
+    servicer and by name, where gRPC's own stop would cancel them.
 
     Raises:
         UserError: an address cannot be bound, or `prepare` met a user's mistake.
@@ -175,6 +178,9 @@ async def serve(
         finally:
             lifecycle.drain()
             await probe.enter_graceful_shutdown()
+            if finish is not None and lifecycle.failure is None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(finish(), grace_seconds)
             await server.stop(FAILURE_GRACE_SECONDS if lifecycle.failure else grace_seconds)
     if lifecycle.failure is not None:
         raise lifecycle.failure

@@ -26,8 +26,11 @@ async def test_l4_the_tokens_are_the_targets_own_for_every_k(
         for sampling, seed in SAMPLINGS.values():
             expected = continuation(PROMPT, seed, 30)
             for count in range(8):
+                before = s.verifier.verify_item_count
                 answer = await s.generate(sampling=sampling, max_tokens=30, draft_count=count)
                 assert answer.token_ids == expected
+                # L5: one target pass a round.
+                assert s.verifier.verify_item_count - before == answer.statistics.round_count
                 _check_statistics(answer.statistics, kind, count)
         await s.settle()
 

@@ -103,6 +103,15 @@ async def test_a_pair_that_does_not_fit_refuses_to_start() -> None:
             pass
 
 
+async def test_a_drafter_that_comes_late_and_does_not_fit_ends_the_process_with_its_line() -> None:
+    async with stand(late_drafter=True, drafter_model={"vocab_size": 301}) as s:
+        assert (await s.generate(max_tokens=3)).token_ids == continuation(PROMPT, None, 3)
+        assert s.drafter is not None
+        await s.drafter.start()
+        with pytest.raises(UserError, match=r"vocab_size: the drafter has 301.*300"):
+            await asyncio.wait_for(s.serving, 10)
+
+
 async def test_without_a_verifier_calls_are_unavailable_and_health_says_so() -> None:
     async with stand(reconnect_seconds=0.2) as s:
         assert await s.serves()
@@ -121,9 +130,8 @@ async def test_a_drain_finishes_what_runs_and_takes_nothing_new() -> None:
         running = asyncio.create_task(s.generate(max_tokens=60, draft_count=0))
         await asyncio.sleep(0.2)
         s.lifecycle.drain()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await s.generate(max_tokens=1)
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        code, reason, _, _ = await _refused(s, max_tokens=1)
+        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         assert (await running).token_ids == continuation(PROMPT, None, 60)
         await asyncio.wait_for(s.serving, 5)
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.batching import Rank
 from coordinator.sessions import LinkLost, PeerAbsent
-from coordinator.steps import LinkLimits, Rank, StepLink
+from coordinator.steps import LinkLimits, StepLink
 from coordinator.verifier import DIALECT, chunk_spans
 from splitspec.errors import NoFreeSlot, SessionNotFound
 from splitspec.v1 import rows_pb2

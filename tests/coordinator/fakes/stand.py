@@ -104,6 +104,7 @@ async def stand(
     *,
     drafter: str | None = "right",
     wants_rows: bool = False,
+    late_drafter: bool = False,
     verifier_model: dict[str, Any] | None = None,
     drafter_model: dict[str, Any] | None = None,
     **config: Any,
@@ -123,7 +124,8 @@ async def stand(
             fake_drafter = FakeDrafter(
                 folder, kind=drafter, wants_rows=wants_rows, **(drafter_model or {})
             )
-            await fake_drafter.start()
+            if not late_drafter:
+                await fake_drafter.start()
         settings: dict[str, Any] = {
             "model": str(folder),
             "verifier": fake_verifier.address,
