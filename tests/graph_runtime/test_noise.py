@@ -51,7 +51,9 @@ def reference_noise(seed: int, position: int, token_id: int) -> float:
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_the_generator_gives_the_published_known_answers(counter, key, expected):
+def test_the_generator_gives_the_published_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
+) -> None:
     counters = np.array([counter, (0, 0, 0, 0), counter], np.uint64).T
     words = philox4x32(counters, key)
     assert words[:, 0].tolist() == list(expected)
@@ -59,12 +61,14 @@ def test_the_generator_gives_the_published_known_answers(counter, key, expected)
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_the_reference_gives_the_published_known_answers(counter, key, expected):
+def test_the_reference_gives_the_published_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
+) -> None:
     assert reference_philox(counter, key) == expected
 
 
 @pytest.mark.parametrize("count", [1, 7, 511, 512, 40_000])
-def test_noise_equals_the_reference_for_any_index_tensor(count):
+def test_noise_equals_the_reference_for_any_index_tensor(count: int) -> None:
     generator = random.Random(count)
     seed = generator.getrandbits(64)
     positions = torch.tensor(sorted(generator.randrange(2**20) for _ in range(count)))
@@ -77,7 +81,7 @@ def test_noise_equals_the_reference_for_any_index_tensor(count):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63, 2**64 - 1])
-def test_every_bit_of_the_seed_counts_and_extremes_are_taken(seed):
+def test_every_bit_of_the_seed_counts_and_extremes_are_taken(seed: int) -> None:
     token_ids = np.arange(8)
     words = token_words(seed, np.full(8, 2**31 - 1), token_ids).tolist()
     key = (seed % 2**32, seed // 2**32)
@@ -86,7 +90,9 @@ def test_every_bit_of_the_seed_counts_and_extremes_are_taken(seed):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 4, 5, 5000])
-def test_V8_words_of_a_token_do_not_depend_on_which_tokens_are_asked_for_with_it(vocab_size):
+def test_V8_words_of_a_token_do_not_depend_on_which_tokens_are_asked_for_with_it(
+    vocab_size: int,
+) -> None:
     every = position_words(9, 5, vocab_size)
     assert every.shape == (4, (vocab_size + 3) // 4)
     some = np.array([token for token in (0, 3, 4, 9, 4321) if token < vocab_size])
@@ -94,14 +100,14 @@ def test_V8_words_of_a_token_do_not_depend_on_which_tokens_are_asked_for_with_it
     assert words.tolist() == every[some % 4, some // 4].tolist()
 
 
-def test_the_bounds_are_the_noise_of_the_smallest_and_the_largest_word():
+def test_the_bounds_are_the_noise_of_the_smallest_and_the_largest_word() -> None:
     assert gumbel_of_word(FULL) == pytest.approx(GUMBEL_MAX, rel=1e-9)
     assert gumbel_of_word(0) == pytest.approx(GUMBEL_MIN, rel=1e-9)
     assert gumbel_of_word(FULL) - gumbel_of_word(0) <= GUMBEL_SPAN
     assert 20.18 < GUMBEL_SPAN < 20.19
 
 
-def test_noise_has_the_mean_and_variance_of_the_gumbel_law():
+def test_noise_has_the_mean_and_variance_of_the_gumbel_law() -> None:
     token_ids = torch.arange(200_000)
     noise = gumbel_noise(123, torch.full_like(token_ids, 3), token_ids)
     assert float(noise.mean()) == pytest.approx(0.5772156649, abs=0.01)

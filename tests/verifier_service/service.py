@@ -87,7 +87,9 @@ class Stream:
             return await self.call.code()
 
 
-def opening(session: int, row_kind: int = rows_pb2.ROW_KIND_RAW_TAPS, **sampling: Any) -> Any:
+def opening(
+    session: int, row_kind: rows_pb2.RowKind = rows_pb2.ROW_KIND_RAW_TAPS, **sampling: Any
+) -> Any:
     parameters = sampling_pb2.SamplingParameters(**sampling)
     opened = pb.OpenSession(sampling=parameters, row_kind=row_kind)
     return pb.VerifyItem(session=session, committed_length=0, open=opened)

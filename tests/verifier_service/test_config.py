@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from typing import Any
 
 import pytest
 
@@ -23,17 +24,17 @@ from verifier_service.config import VerifierConfig, parse_tap_layers
         ("threads", 0, "--threads"),
     ],
 )
-def test_a_value_out_of_range_names_its_flag(field, value, flag):
+def test_a_value_out_of_range_names_its_flag(field: str, value: Any, flag: str) -> None:
     with pytest.raises(UserError, match=flag):
         VerifierConfig(model="m", **{field: value})
 
 
-def test_flags_and_fields_have_the_same_names():
+def test_flags_and_fields_have_the_same_names() -> None:
     fields = {field.name for field in dataclasses.fields(VerifierConfig)}
     assert set(inspect.signature(serve).parameters) == fields
 
 
-def test_flags_and_fields_have_the_same_defaults():
+def test_flags_and_fields_have_the_same_defaults() -> None:
     for field in dataclasses.fields(VerifierConfig):
         parameter = inspect.signature(serve).parameters[field.name]
         if field.default is dataclasses.MISSING:
@@ -42,17 +43,17 @@ def test_flags_and_fields_have_the_same_defaults():
             assert parameter.default == field.default, field.name
 
 
-def test_the_precision_goes_by_the_runtime_unless_one_is_asked_for():
+def test_the_precision_goes_by_the_runtime_unless_one_is_asked_for() -> None:
     assert VerifierConfig(model="m", runtime="torch").chosen_precision == "fp32"
     assert VerifierConfig(model="m", precision="8da4w").chosen_precision == "8da4w"
 
 
-def test_a_model_is_known_by_its_own_name_not_by_its_path():
+def test_a_model_is_known_by_its_own_name_not_by_its_path() -> None:
     assert VerifierConfig(model="/models/tiny").model_id == "tiny"
     assert VerifierConfig(model="smollm2-135m").model_id == "smollm2-135m"
 
 
-def test_tap_layers_are_a_list_of_numbers():
+def test_tap_layers_are_a_list_of_numbers() -> None:
     assert parse_tap_layers(None) is None
     assert parse_tap_layers("1,14, 26") == (1, 14, 26)
     for wrong in ("", "a", "1,,2", "-1"):

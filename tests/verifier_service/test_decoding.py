@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -30,11 +31,11 @@ FORMAT = RowFormat(kind=RAW, dtype=rows_pb2.ROW_DTYPE_FLOAT32, width=2)
 UNKNOWN = b"\x9a\x3f\x01x"  # field 1011, length-delimited
 
 
-def opened(**sampling: object) -> pb.OpenSession:
+def opened(**sampling: Any) -> pb.OpenSession:
     return pb.OpenSession(sampling=sampling_pb2.SamplingParameters(**sampling), row_kind=RAW)
 
 
-def with_unknown(message):
+def with_unknown(message: Any) -> Any:
     message.MergeFromString(UNKNOWN)
     return message
 
@@ -47,7 +48,7 @@ def refusal(item: pb.VerifyItem) -> InvalidArgument:
     return decoded.error
 
 
-def test_every_action_becomes_its_item():
+def test_every_action_becomes_its_item() -> None:
     fork = pb.ForkSession(source_session=1, length=0, open=opened())
     verify = pb.VerifyWindow(pending_token_id=0, draft_token_ids=[4, 5])
     decoded = decode_items(
@@ -117,7 +118,7 @@ def test_every_action_becomes_its_item():
         (pb.VerifyItem(session=1, release=with_unknown(pb.ReleaseSession())), "release"),
     ],
 )
-def test_what_is_missing_or_unknown_is_refused_by_name(item, field):
+def test_what_is_missing_or_unknown_is_refused_by_name(item: pb.VerifyItem, field: str) -> None:
     assert refusal(item).metadata["field"] == field
 
 
@@ -139,17 +140,19 @@ def test_what_is_missing_or_unknown_is_refused_by_name(item, field):
         ({"min_tokens": 0}, "min_tokens"),
     ],
 )
-def test_a_sampling_parameter_is_honoured_or_refused_and_never_ignored(sampling, field):
+def test_a_sampling_parameter_is_honoured_or_refused_and_never_ignored(
+    sampling: dict[str, Any], field: str
+) -> None:
     error = refusal(pb.VerifyItem(session=1, committed_length=0, open=opened(**sampling)))
     assert error.metadata["field"] == f"sampling.{field}"
 
 
-def test_an_unknown_sampling_field_is_refused():
+def test_an_unknown_sampling_field_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="unknown field 1011"):
         decode_sampling(with_unknown(sampling_pb2.SamplingParameters()))
 
 
-def test_absent_sampling_is_greedy_and_absent_fields_keep_everything():
+def test_absent_sampling_is_greedy_and_absent_fields_keep_everything() -> None:
     assert decode_sampling(sampling_pb2.SamplingParameters()) == Sampling(
         temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0
     )
@@ -161,7 +164,7 @@ def encoded(*results: ItemResult) -> list[pb.VerifyItemResult]:
     return list(response.results)
 
 
-def test_results_carry_rows_zero_values_and_errors():
+def test_results_carry_rows_zero_values_and_errors() -> None:
     rows = Committed(start=3, data=bytes(16))
     verify, prefill, plain, failed = encoded(
         ItemResult(
@@ -186,7 +189,7 @@ def test_results_carry_rows_zero_values_and_errors():
     assert failed.error.metadata["field"] == "top_k"
 
 
-def test_an_inner_chunk_has_no_bonus():
+def test_an_inner_chunk_has_no_bonus() -> None:
     (result,) = encoded(
         ItemResult(session_id=1, outcome=PrefillOutcome(bonus_token_id=None, rows=None))
     )

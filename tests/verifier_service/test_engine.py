@@ -138,7 +138,9 @@ def draft(kind: str, truth: Sequence[int], generator: random.Random, count: int)
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, Sampling(temperature=1.0, seed=2**64 - 1)])
 @pytest.mark.parametrize("kind", ["right", "wrong", "coin-flip"])
-def test_L1_L3_L4_L5_rounds_emit_the_targets_own_tokens_whatever_is_drafted(kind, sampling):
+def test_L1_L3_L4_L5_rounds_emit_the_targets_own_tokens_whatever_is_drafted(
+    kind: str, sampling: Sampling
+) -> None:
     rig = Rig()
     prompt = [3, 1, 4, 1, 5]
     truth = continuation(rig.target, prompt, 50, sampling)
@@ -172,7 +174,7 @@ def test_L1_L3_L4_L5_rounds_emit_the_targets_own_tokens_whatever_is_drafted(kind
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16])
-def test_a_chunked_prefill_and_a_replay_give_the_same_tokens_and_rows(chunk):
+def test_a_chunked_prefill_and_a_replay_give_the_same_tokens_and_rows(chunk: int) -> None:
     rig = Rig()
     prompt = [7, 7, 2, 9, 30, 1, 0, 49, 5, 5, 11]
     truth = continuation(rig.target, prompt, 8)
@@ -197,7 +199,7 @@ def test_a_chunked_prefill_and_a_replay_give_the_same_tokens_and_rows(chunk):
     assert outcome.bonus_token_id == truth[7]
 
 
-def test_L5_B1_V9_sessions_of_a_step_share_one_pass_and_keep_their_own_parameters():
+def test_L5_B1_V9_sessions_of_a_step_share_one_pass_and_keep_their_own_parameters() -> None:
     rig = Rig()
     settings = {1: GREEDY, 2: SAMPLED, 3: Sampling(temperature=5.0, seed=4)}
     prompts = {1: [1, 2], 2: [9, 8, 7], 3: [1, 2]}
@@ -221,7 +223,7 @@ def test_L5_B1_V9_sessions_of_a_step_share_one_pass_and_keep_their_own_parameter
         )
 
 
-def test_L6_D18_only_committed_rows_become_bytes_and_they_are_counted():
+def test_L6_D18_only_committed_rows_become_bytes_and_they_are_counted() -> None:
     rig = Rig()
     bonus = rig.start(1, [1, 2, 3])
     truth = continuation(rig.target, [1, 2, 3], 3)
@@ -232,7 +234,7 @@ def test_L6_D18_only_committed_rows_become_bytes_and_they_are_counted():
     assert step.row_bytes == 2 * 4 * 4
 
 
-def test_rows_of_bfloat16_travel_as_two_bytes_an_element():
+def test_rows_of_bfloat16_travel_as_two_bytes_an_element() -> None:
     rig = Rig(FakeTarget(row_dtype=torch.bfloat16))
     rig.run(opening(1))
     outcome = rig.one(prefill(1, 0, [1, 2], final=True)).outcome
@@ -244,7 +246,7 @@ def test_rows_of_bfloat16_travel_as_two_bytes_an_element():
     assert len(outcome.rows.data) == 16
 
 
-def test_a_session_that_wants_no_rows_gets_none_and_the_target_computes_none():
+def test_a_session_that_wants_no_rows_gets_none_and_the_target_computes_none() -> None:
     rig = Rig()
     rig.run(opening(1, row_kind=NONE))
     step = rig.run(prefill(1, 0, [1, 2], final=True))
@@ -255,7 +257,7 @@ def test_a_session_that_wants_no_rows_gets_none_and_the_target_computes_none():
     assert not rig.target.passes[0][0].wants_rows
 
 
-def test_B8_a_fork_continues_its_prefix_like_a_cold_session_and_outlives_its_source():
+def test_B8_a_fork_continues_its_prefix_like_a_cold_session_and_outlives_its_source() -> None:
     rig = Rig()
     prompt = [5, 6, 7, 8, 9]
     rig.start(1, prompt)
@@ -268,7 +270,7 @@ def test_B8_a_fork_continues_its_prefix_like_a_cold_session_and_outlives_its_sou
     assert [outcome.bonus_token_id] == continuation(rig.target, other, 1)
 
 
-def test_a_fork_in_the_step_of_its_source_sees_what_the_step_committed():
+def test_a_fork_in_the_step_of_its_source_sees_what_the_step_committed() -> None:
     rig = Rig()
     rig.run(opening(1))
     step = rig.run(prefill(1, 0, [5, 6, 7]), fork(2, 1, 3), prefill(2, 3, [8], final=True))
@@ -278,7 +280,7 @@ def test_a_fork_in_the_step_of_its_source_sees_what_the_step_committed():
     assert [outcome.bonus_token_id] == continuation(rig.target, [5, 6, 7, 8], 1)
 
 
-def test_a_release_after_the_items_window_runs_the_window_first():
+def test_a_release_after_the_items_window_runs_the_window_first() -> None:
     rig = Rig()
     bonus = rig.start(1, [1, 2])
     step = rig.run(
@@ -289,7 +291,7 @@ def test_a_release_after_the_items_window_runs_the_window_first():
     assert rig.engine.used_slot_count == 1
 
 
-def test_the_context_can_be_filled_exactly_and_not_exceeded():
+def test_the_context_can_be_filled_exactly_and_not_exceeded() -> None:
     rig = Rig(FakeTarget(max_context_length=16))
     bonus = rig.start(1, list(range(14)))
     error = rig.error(window(1, 14, bonus, [1, 2]))
@@ -324,7 +326,9 @@ REFUSED: list[tuple[Item, type[SplitspecError], str]] = [
 
 
 @pytest.mark.parametrize(("item", "kind", "field"), REFUSED)
-def test_a_bad_item_fails_alone_and_leaves_its_session_as_it_was(item, kind, field):
+def test_a_bad_item_fails_alone_and_leaves_its_session_as_it_was(
+    item: Item, kind: type[SplitspecError], field: str
+) -> None:
     rig = Rig()
     rig.start(1, [1, 2, 3, 4])
     rig.start(2, [4, 3])
@@ -340,7 +344,7 @@ def test_a_bad_item_fails_alone_and_leaves_its_session_as_it_was(item, kind, fie
     assert verified(rig.one(window(1, 4, after[0]))).bonus_token_id == after[1]
 
 
-def test_a_second_model_item_of_a_session_in_a_step_is_refused_and_the_first_stands():
+def test_a_second_model_item_of_a_session_in_a_step_is_refused_and_the_first_stands() -> None:
     rig = Rig()
     bonus = rig.start(1, [1, 2])
     step = rig.run(window(1, 2, bonus), window(1, 2, bonus))
@@ -350,7 +354,7 @@ def test_a_second_model_item_of_a_session_in_a_step_is_refused_and_the_first_sta
     assert second.committed_length == 3
 
 
-def test_no_free_slot_is_said_and_a_released_slot_serves_again():
+def test_no_free_slot_is_said_and_a_released_slot_serves_again() -> None:
     rig = Rig()
     for session_id in range(1, 5):
         assert rig.one(opening(session_id)).error is None
@@ -362,7 +366,7 @@ def test_no_free_slot_is_said_and_a_released_slot_serves_again():
     assert rig.engine.used_slot_count == 4
 
 
-def test_L7_all_slots_of_a_stream_are_free_after_it_and_others_keep_theirs():
+def test_L7_all_slots_of_a_stream_are_free_after_it_and_others_keep_theirs() -> None:
     rig = Rig()
     rig.start(1, [1])
     rig.start(2, [2])
@@ -373,7 +377,7 @@ def test_L7_all_slots_of_a_stream_are_free_after_it_and_others_keep_theirs():
     assert len(rig.stream) == 0
 
 
-def test_two_streams_can_use_the_same_session_number():
+def test_two_streams_can_use_the_same_session_number() -> None:
     rig = Rig()
     rig.start(1, [1])
     other = StreamSessions()
@@ -383,10 +387,10 @@ def test_two_streams_can_use_the_same_session_number():
     assert [outcome.bonus_token_id] == continuation(rig.target, [9, 9], 1)
 
 
-def test_a_draining_engine_opens_nothing_and_finishes_what_is_open():
+def test_a_draining_engine_opens_nothing_and_finishes_what_is_open() -> None:
     rig = Rig()
     bonus = rig.start(1, [1, 2])
-    items = [opening(2), fork(3, 1, 1), window(1, 2, bonus)]
+    items: list[Item] = [opening(2), fork(3, 1, 1), window(1, 2, bonus)]
     step = rig.engine.run_step(rig.stream, items, draining=True)
     assert isinstance(step.results[0].error, Draining)
     assert isinstance(step.results[1].error, Draining)
@@ -394,7 +398,7 @@ def test_a_draining_engine_opens_nothing_and_finishes_what_is_open():
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("device lost"), MemoryError("no memory"), None])
-def test_a_device_fault_or_nan_fails_the_engine_for_good(fault):
+def test_a_device_fault_or_nan_fails_the_engine_for_good(fault: Exception | None) -> None:
     rig = Rig()
     bonus = rig.start(1, [1, 2])
     rig.target.fault, rig.target.nan = fault, fault is None
@@ -405,7 +409,7 @@ def test_a_device_fault_or_nan_fails_the_engine_for_good(fault):
         rig.run(opening(2))
 
 
-def test_a_target_that_gives_other_logits_than_asked_for_is_an_engine_failure():
+def test_a_target_that_gives_other_logits_than_asked_for_is_an_engine_failure() -> None:
     class Short(FakeTarget):
         def step(self, spans: Sequence[Span]) -> list[SpanOutput]:
             outputs = super().step(spans)
@@ -417,7 +421,7 @@ def test_a_target_that_gives_other_logits_than_asked_for_is_an_engine_failure():
         rig.run(prefill(1, 0, [1], final=True))
 
 
-def test_warming_up_leaves_no_session_and_changes_no_token():
+def test_warming_up_leaves_no_session_and_changes_no_token() -> None:
     rig = Rig()
     rig.engine.warm_up()
     assert rig.engine.used_slot_count == 0

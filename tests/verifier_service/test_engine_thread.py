@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -18,19 +19,21 @@ def thread() -> Iterator[EngineThread]:
     thread.close(5)
 
 
-async def test_jobs_run_in_order_on_one_thread_and_answer(thread):
+async def test_jobs_run_in_order_on_one_thread_and_answer(thread: EngineThread) -> None:
     names: list[str] = []
 
     def job(value: int) -> int:
         names.append(threading.current_thread().name)
         return value
 
-    answers = await asyncio.gather(*(thread.call(lambda v=v: job(v)) for v in range(20)))
+    answers = await asyncio.gather(*(thread.call(partial(job, v)) for v in range(20)))
     assert answers == list(range(20))
     assert set(names) == {"engine"}
 
 
-async def test_what_a_job_raises_its_caller_gets_and_the_thread_goes_on(thread):
+async def test_what_a_job_raises_its_caller_gets_and_the_thread_goes_on(
+    thread: EngineThread,
+) -> None:
     def broken() -> None:
         raise ValueError("no")
 
@@ -39,7 +42,9 @@ async def test_what_a_job_raises_its_caller_gets_and_the_thread_goes_on(thread):
     assert await thread.call(lambda: 1) == 1
 
 
-async def test_a_caller_that_is_cancelled_leaves_and_its_job_still_runs(thread):
+async def test_a_caller_that_is_cancelled_leaves_and_its_job_still_runs(
+    thread: EngineThread,
+) -> None:
     gate, ran = threading.Event(), threading.Event()
 
     def job() -> None:
@@ -56,7 +61,9 @@ async def test_a_caller_that_is_cancelled_leaves_and_its_job_still_runs(thread):
     assert ran.is_set()
 
 
-async def test_a_posted_job_that_raises_is_logged_and_the_thread_goes_on(thread, caplog):
+async def test_a_posted_job_that_raises_is_logged_and_the_thread_goes_on(
+    thread: EngineThread, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken() -> None:
         raise ValueError("no")
 
@@ -65,7 +72,7 @@ async def test_a_posted_job_that_raises_is_logged_and_the_thread_goes_on(thread,
     assert "nobody waits" in caplog.text
 
 
-def test_closing_gives_up_on_a_job_that_hangs():
+def test_closing_gives_up_on_a_job_that_hangs() -> None:
     thread, gate = EngineThread(), threading.Event()
 
     def hang() -> None:

@@ -133,7 +133,9 @@ def alone(model: Path, sampling: Sampling, count: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-def test_a_real_process_serves_a_real_model_and_SIGTERM_drains_it(model, tmp_path):
+def test_a_real_process_serves_a_real_model_and_SIGTERM_drains_it(
+    model: Path, tmp_path: Path
+) -> None:
     address = f"unix:{tmp_path}/verifier.sock"
     with running(serve(model, address)) as process, connected(address) as stub:
         served = handshake(stub)
@@ -150,7 +152,9 @@ def test_a_real_process_serves_a_real_model_and_SIGTERM_drains_it(model, tmp_pat
             stub.GetModel(pb.VerifierGetModelRequest(), timeout=5)
 
 
-def test_L7_the_slots_of_a_client_that_was_killed_are_free_within_a_second(model, tmp_path):
+def test_L7_the_slots_of_a_client_that_was_killed_are_free_within_a_second(
+    model: Path, tmp_path: Path
+) -> None:
     address = f"unix:{tmp_path}/verifier.sock"
     holder = f"""
 import sys, time, grpc
@@ -184,7 +188,9 @@ with grpc.insecure_channel({address!r}) as channel:
         assert not free.results[0].HasField("error")
 
 
-def test_a_device_fault_ends_the_process_with_one_line_and_exit_code_1(model, tmp_path):
+def test_a_device_fault_ends_the_process_with_one_line_and_exit_code_1(
+    model: Path, tmp_path: Path
+) -> None:
     address = f"unix:{tmp_path}/verifier.sock"
     flags = serve(model, address)[3:]
     script = f"""
@@ -230,7 +236,7 @@ def fails_with(arguments: Sequence[str]) -> str:
     return lines[0]
 
 
-def test_a_port_in_use_is_one_clear_line(model):
+def test_a_port_in_use_is_one_clear_line(model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -238,17 +244,19 @@ def test_a_port_in_use_is_one_clear_line(model):
         assert address in fails_with(serve(model, address))
 
 
-def test_a_model_that_does_not_exist_is_one_clear_line(tmp_path):
+def test_a_model_that_does_not_exist_is_one_clear_line(tmp_path: Path) -> None:
     line = fails_with(serve(tmp_path / "nowhere", f"unix:{tmp_path}/v.sock"))
     assert "nowhere" in line
 
 
-def test_a_flag_out_of_range_is_one_clear_line(model, tmp_path):
+def test_a_flag_out_of_range_is_one_clear_line(model: Path, tmp_path: Path) -> None:
     line = fails_with(serve(model, f"unix:{tmp_path}/v.sock", "--slot-count", "0"))
     assert "--slot-count" in line
 
 
-def test_a_corrupt_checkpoint_is_one_clear_line_of_the_process_that_was_loading(model, tmp_path):
+def test_a_corrupt_checkpoint_is_one_clear_line_of_the_process_that_was_loading(
+    model: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in model.iterdir():

@@ -7,6 +7,7 @@ import json
 import threading
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from splitspec.v1 import rows_pb2
 from splitspec.v1 import verifier_pb2 as pb
 from tests.fakes import FakeTarget
 from tests.verifier_service.service import (
+    Service,
     Stream,
     opening,
     prefill,
@@ -26,18 +28,19 @@ from tests.verifier_service.service import (
     window,
 )
 from tests.verifier_service.test_engine import continuation
+from verifier_service.engine import Engine
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def reason_of(call) -> str:
+async def reason_of(call: Any) -> str:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     return error_from_rpc(raised.value).reason
 
 
-async def test_the_handshake_tells_the_model_its_rows_and_its_limits(tmp_path):
+async def test_the_handshake_tells_the_model_its_rows_and_its_limits(tmp_path: Path) -> None:
     async with serving(tmp_path) as service, stream_of(service):
         model = await service.stub.GetModel(pb.VerifierGetModelRequest())
     assert (model.protocol_version, model.model_id, model.vocab_size) == (1, "fake", 50)
@@ -49,7 +52,7 @@ async def test_the_handshake_tells_the_model_its_rows_and_its_limits(tmp_path):
     ]
 
 
-async def test_rounds_over_the_wire_emit_the_targets_own_tokens(tmp_path):
+async def test_rounds_over_the_wire_emit_the_targets_own_tokens(tmp_path: Path) -> None:
     async with serving(tmp_path) as service, stream_of(service) as stream:
         prompt = [4, 2, 4]
         truth = continuation(service.target, prompt, 12)
@@ -66,10 +69,10 @@ async def test_rounds_over_the_wire_emit_the_targets_own_tokens(tmp_path):
         assert emitted == truth[: len(emitted)]
 
 
-async def test_NOT_READY_while_loading_health_answers_and_then_it_serves(tmp_path):
+async def test_NOT_READY_while_loading_health_answers_and_then_it_serves(tmp_path: Path) -> None:
     gate = threading.Event()
 
-    def load(engine):
+    def load(engine: Engine) -> Engine:
         assert gate.wait(20)
         engine.warm_up()
         return engine
@@ -98,8 +101,8 @@ async def test_NOT_READY_while_loading_health_answers_and_then_it_serves(tmp_pat
     ],
 )
 async def test_an_item_error_has_its_code_and_reason_and_the_stream_goes_on(
-    tmp_path, item, code, reason
-):
+    tmp_path: Path, item: pb.VerifyItem, code: int, reason: str
+) -> None:
     async with serving(tmp_path) as service, stream_of(service) as stream:
         bonus = await stream.start(1, [1, 2])
         bad, good = await stream.run(item, window(1, 2, bonus))
@@ -107,7 +110,7 @@ async def test_an_item_error_has_its_code_and_reason_and_the_stream_goes_on(
         assert good.verify.bonus_token_id == continuation(service.target, [1, 2], 2)[1]
 
 
-async def test_CONTEXT_FULL_and_NO_FREE_SLOT_are_item_errors(tmp_path):
+async def test_CONTEXT_FULL_and_NO_FREE_SLOT_are_item_errors(tmp_path: Path) -> None:
     target = FakeTarget(max_context_length=4, slot_count=1)
     async with serving(tmp_path, target) as service, stream_of(service) as stream:
         bonus = await stream.start(1, [1, 2, 3])
@@ -126,8 +129,8 @@ async def test_CONTEXT_FULL_and_NO_FREE_SLOT_are_item_errors(tmp_path):
     ],
 )
 async def test_a_step_that_no_item_can_be_blamed_for_ends_its_own_stream_only(
-    tmp_path, request_message
-):
+    tmp_path: Path, request_message: pb.VerifierRunStepsRequest
+) -> None:
     async with serving(tmp_path) as service, stream_of(service) as other:
         bonus = await other.start(1, [1, 2])
         async with stream_of(service) as stream:
@@ -141,7 +144,9 @@ async def test_a_step_that_no_item_can_be_blamed_for_ends_its_own_stream_only(
 
 
 @pytest.mark.parametrize("ending", ["cancel", "half-close", "channel"])
-async def test_L7_slots_are_free_within_a_second_however_the_stream_ends(tmp_path, ending):
+async def test_L7_slots_are_free_within_a_second_however_the_stream_ends(
+    tmp_path: Path, ending: str
+) -> None:
     async with serving(tmp_path) as service, stream_of(service) as other:
         await other.start(1, [1])
         async with stream_of(service) as first:
@@ -163,7 +168,9 @@ async def test_L7_slots_are_free_within_a_second_however_the_stream_ends(tmp_pat
         await service.until_slots(1)
 
 
-async def test_L7_a_cancel_in_the_middle_of_a_pass_frees_the_slots_and_drops_what_waits(tmp_path):
+async def test_L7_a_cancel_in_the_middle_of_a_pass_frees_the_slots_and_drops_what_waits(
+    tmp_path: Path,
+) -> None:
     async with serving(tmp_path) as service, stream_of(service) as other:
         mine = await other.start(1, [1, 2])
         gate = service.target.gate = threading.Event()
@@ -184,8 +191,8 @@ async def test_L7_a_cancel_in_the_middle_of_a_pass_frees_the_slots_and_drops_wha
         assert len(service.target.passes) == passes + 2
 
 
-async def test_several_streams_are_independent(tmp_path):
-    async def generate(service, prompt):
+async def test_several_streams_are_independent(tmp_path: Path) -> None:
+    async def generate(service: Service, prompt: list[int]) -> bool:
         async with stream_of(service) as stream:
             emitted = [await stream.start(1, prompt)]
             for _ in range(10):
@@ -202,7 +209,9 @@ async def test_several_streams_are_independent(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["raises", "nan"])
-async def test_ENGINE_FAILED_ends_every_stream_health_and_the_process(tmp_path, fault):
+async def test_ENGINE_FAILED_ends_every_stream_health_and_the_process(
+    tmp_path: Path, fault: str
+) -> None:
     async with serving(tmp_path) as service, stream_of(service) as other:
         await other.start(1, [1])
         watch = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest())
@@ -223,7 +232,7 @@ async def test_ENGINE_FAILED_ends_every_stream_health_and_the_process(tmp_path, 
         assert service.task.exception() is service.lifecycle.failure
 
 
-async def test_DRAINING_refuses_opens_and_finishes_what_is_open(tmp_path):
+async def test_DRAINING_refuses_opens_and_finishes_what_is_open(tmp_path: Path) -> None:
     async with serving(tmp_path) as service, stream_of(service) as stream:
         bonus = await stream.start(1, [1, 2])
         service.lifecycle.drain()
@@ -236,7 +245,9 @@ async def test_DRAINING_refuses_opens_and_finishes_what_is_open(tmp_path):
             await service.task
 
 
-async def test_replies_carry_timings_and_metrics_count_passes_bytes_and_slots(tmp_path, free_port):
+async def test_replies_carry_timings_and_metrics_count_passes_bytes_and_slots(
+    tmp_path: Path, free_port: int
+) -> None:
     address = f"127.0.0.1:{free_port}"
     async with (
         serving(tmp_path, metrics_address=address) as service,
@@ -263,7 +274,7 @@ async def test_replies_carry_timings_and_metrics_count_passes_bytes_and_slots(tm
     assert float(lines['wire_bytes_total{kind="verify_response"}']) > 3 * 16
 
 
-async def test_a_traced_item_gets_a_span_with_device_time_in_its_own_trace(tmp_path):
+async def test_a_traced_item_gets_a_span_with_device_time_in_its_own_trace(tmp_path: Path) -> None:
     traces = [f"00-{n:032x}-{n:016x}-01" for n in (1, 2)]
     file = Path(tmp_path) / "spans.jsonl"
     async with serving(tmp_path, trace_file=file) as service, stream_of(service) as stream:

@@ -13,7 +13,7 @@ def session(slot: int = 0) -> Session:
     return Session(slot=slot, sampling=Sampling(), row_kind=1)
 
 
-def test_every_slot_is_handed_out_once_and_comes_back():
+def test_every_slot_is_handed_out_once_and_comes_back() -> None:
     slots = SlotTable(3)
     taken = [slots.take() for _ in range(3)]
     assert sorted(taken) == [0, 1, 2]
@@ -25,13 +25,13 @@ def test_every_slot_is_handed_out_once_and_comes_back():
     assert slots.take() == taken[1]
 
 
-def test_giving_a_free_slot_back_is_our_own_bug():
+def test_giving_a_free_slot_back_is_our_own_bug() -> None:
     slots = SlotTable(2)
     with pytest.raises(AssertionError):
         slots.give_back(0)
 
 
-def test_a_stream_finds_its_sessions_and_no_others():
+def test_a_stream_finds_its_sessions_and_no_others() -> None:
     stream, other = StreamSessions(), StreamSessions()
     stream.check_new(7)
     stream.add(7, session())
@@ -43,7 +43,7 @@ def test_a_stream_finds_its_sessions_and_no_others():
     other.check_new(7)
 
 
-def test_the_length_of_a_session_that_is_not_open_is_zero():
+def test_the_length_of_a_session_that_is_not_open_is_zero() -> None:
     stream = StreamSessions()
     stream.add(1, session())
     stream.get(1).committed_length = 5
@@ -52,7 +52,7 @@ def test_the_length_of_a_session_that_is_not_open_is_zero():
     assert stream.committed_length(1) == 0
 
 
-def test_L7_removing_all_returns_each_session_once():
+def test_L7_removing_all_returns_each_session_once() -> None:
     stream = StreamSessions()
     for number in (1, 2):
         stream.add(number, session(slot=number))

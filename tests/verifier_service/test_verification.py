@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,9 @@ def windows(draw: st.DrawFn) -> list[list[float]]:
 
 @settings(max_examples=250, deadline=None)
 @given(rows=windows(), sampling=samplings, start=st.integers(0, 2**20))
-def test_V2_V3_every_choice_equals_the_slow_loop_over_the_whole_vocabulary(rows, sampling, start):
+def test_V2_V3_every_choice_equals_the_slow_loop_over_the_whole_vocabulary(
+    rows: list[list[float]], sampling: Sampling, start: int
+) -> None:
     positions = range(start, start + len(rows))
     chosen = choose(torch.tensor(rows), sampling, positions)
     rows32 = torch.tensor(rows).tolist()
@@ -94,7 +97,9 @@ def test_V2_V3_every_choice_equals_the_slow_loop_over_the_whole_vocabulary(rows,
         [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 900, "top_p": 0.999}]
     ),
 )
-def test_choices_in_a_large_vocabulary_equal_the_slow_loop(vocab_size, seed, spread, kwargs):
+def test_choices_in_a_large_vocabulary_equal_the_slow_loop(
+    vocab_size: int, seed: int, spread: float, kwargs: dict[str, Any]
+) -> None:
     generator = torch.Generator().manual_seed(seed % 2**31)
     logits = torch.randn(2, vocab_size, generator=generator) * spread
     sampling = Sampling(temperature=1.0, seed=seed, **kwargs)
@@ -111,7 +116,7 @@ def test_choices_in_a_large_vocabulary_equal_the_slow_loop(vocab_size, seed, spr
         Sampling(temperature=1.3, top_k=50, min_p=0.01, seed=1),
     ],
 )
-def test_V8_a_row_is_chosen_alike_alone_and_in_any_window(sampling):
+def test_V8_a_row_is_chosen_alike_alone_and_in_any_window(sampling: Sampling) -> None:
     logits = torch.randn(8, 5003, generator=torch.Generator().manual_seed(1)) * 3
     positions = list(range(100, 108))
     together = choose(logits, sampling, positions)
@@ -122,7 +127,7 @@ def test_V8_a_row_is_chosen_alike_alone_and_in_any_window(sampling):
 
 
 @pytest.mark.parametrize("right", range(6))
-def test_rows_after_a_rejection_may_be_left_out_and_the_others_are_as_ever(right):
+def test_rows_after_a_rejection_may_be_left_out_and_the_others_are_as_ever(right: int) -> None:
     logits = torch.randn(6, 900, generator=torch.Generator().manual_seed(3))
     sampling = Sampling(temperature=1.0, seed=right)
     truth = choose(logits, sampling, range(6))
@@ -132,21 +137,21 @@ def test_rows_after_a_rejection_may_be_left_out_and_the_others_are_as_ever(right
     assert chosen[: right + 1] == truth[: right + 1]
 
 
-def test_V2_greedy_takes_the_lowest_of_equal_logits_and_ignores_the_seed():
+def test_V2_greedy_takes_the_lowest_of_equal_logits_and_ignores_the_seed() -> None:
     logits = torch.zeros(3, 49152)
     logits[1, [7, 40_000]] = 2.0
     for seed in (0, 1):
         assert choose(logits, Sampling(seed=seed), [1, 2, 3]) == [0, 7, 0]
 
 
-def test_V3_ties_at_the_top_k_border_go_to_the_lower_id():
+def test_V3_ties_at_the_top_k_border_go_to_the_lower_id() -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0]])
     sampling = Sampling(temperature=50.0, top_k=2, seed=3)
     chosen = {choose(logits, sampling, [p])[0] for p in range(200)}
     assert chosen == {0, 1}
 
 
-def test_V3_the_token_that_crosses_top_p_is_kept_and_the_next_is_not():
+def test_V3_the_token_that_crosses_top_p_is_kept_and_the_next_is_not() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     chosen = {
         choose(logits, Sampling(temperature=1.0, top_p=0.6, seed=3), [p])[0] for p in range(99)
@@ -158,7 +163,7 @@ def test_V3_the_token_that_crosses_top_p_is_kept_and_the_next_is_not():
     assert chosen == {0}
 
 
-def test_V3_top_p_measures_the_mass_that_top_k_left():
+def test_V3_top_p_measures_the_mass_that_top_k_left() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     # Of the two that top-k leaves, the first holds 4/7 > 0.55: alone it crosses.
     sampling = Sampling(temperature=1.0, top_k=2, top_p=0.55, seed=3)
@@ -176,7 +181,9 @@ def test_V3_top_p_measures_the_mass_that_top_k_left():
         {"temperature": 1.5, "top_k": 5, "top_p": 0.9, "min_p": 0.05},
     ],
 )
-def test_V1_the_empirical_law_of_60_000_draws_is_the_truncated_softmax(kwargs):
+def test_V1_the_empirical_law_of_60_000_draws_is_the_truncated_softmax(
+    kwargs: dict[str, Any],
+) -> None:
     logits = [1.0, 0.0, 2.0, -1.0, 1.5, 1.0, -4.0]
     sampling = Sampling(**{"temperature": 1.0, "seed": 20_261_201, **kwargs})
     weights = reference_law(logits, sampling)
@@ -190,14 +197,14 @@ def test_V1_the_empirical_law_of_60_000_draws_is_the_truncated_softmax(kwargs):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_an_engine_failure(bad, temperature):
+def test_logits_that_are_no_numbers_are_an_engine_failure(bad: float, temperature: float) -> None:
     logits = torch.zeros(3, 10)
     logits[1, 4] = bad
     with pytest.raises(EngineFailed):
         choose(logits, Sampling(temperature=temperature), [0, 1, 2])
 
 
-def test_a_row_of_nothing_but_minus_infinity_is_an_engine_failure():
+def test_a_row_of_nothing_but_minus_infinity_is_an_engine_failure() -> None:
     with pytest.raises(EngineFailed):
         choose(torch.full((1, 4), -math.inf), Sampling(), [0])
 
@@ -211,7 +218,9 @@ def test_a_row_of_nothing_but_minus_infinity_is_an_engine_failure():
         ([1, 2, 3], [1, 2, 3, 4], 3),  # V6: the bonus is then the last row's
     ],
 )
-def test_V6_leading_draft_tokens_stand_while_they_equal_the_choice(draft, chosen, expected):
+def test_V6_leading_draft_tokens_stand_while_they_equal_the_choice(
+    draft: list[int], chosen: list[int], expected: int
+) -> None:
     assert accept(draft, chosen) == expected
 
 
@@ -233,7 +242,7 @@ def test_V6_leading_draft_tokens_stand_while_they_equal_the_choice(draft, chosen
         ("seed", 2**64),
     ],
 )
-def test_a_parameter_out_of_range_is_refused_by_name(field, value):
+def test_a_parameter_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgument) as refused:
         Sampling(**{field: value})
     assert refused.value.metadata["field"] == f"sampling.{field}"
