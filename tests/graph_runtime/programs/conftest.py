@@ -1,0 +1,79 @@
+"""Programs of tiny models, exported once by content hash and shared by all tests and runs."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import write_tiny_model
+
+with warnings.catch_warnings(), contextlib.suppress(ModuleNotFoundError):
+    warnings.simplefilter("ignore")  # deprecations inside executorch, which tests make errors
+    import graph_runtime.programs.lowering  # noqa: F401
+
+CONTEXT = 200
+"""Crosses three borders between capacity blocks of 64."""
+CHUNK = 96
+
+MakeModel = Callable[..., Path]
+LoadProgram = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """Return a function that writes the tiny model with the given arguments."""
+
+    def make(*, q4_1: bool = False, **arguments: Any) -> Path:
+        folder = write_tiny_model(tmp_path_factory.mktemp("model"), **{"n_layers": 2, **arguments})
+        if q4_1:
+            _round_to_q4_1(folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def load_program(program_cache: Path) -> LoadProgram:
+    """Return a function that loads a model's program, exported into the shared cache."""
+    pytest.importorskip("executorch")
+    from graph_runtime.programs import load_program_target
+
+    def load(folder: Path, precision: str, **arguments: Any) -> Any:
+        settings = {
+            "cache_dir": program_cache,
+            "tap_layers": (0, 1),
+            "max_context_length": CONTEXT,
+            "slot_count": 3,
+            "max_prefill_chunk": CHUNK,
+            "threads": None,
+        }
+        return load_program_target(
+            folder=folder, model_id="tiny", precision=precision, **{**settings, **arguments}
+        )
+
+    return load
+
+
+def _round_to_q4_1(path: Path) -> None:
+    """Make every layer's matrix what dequantising Q4_1 gives: d * q + m, d and m float16."""
+    tensors = load_file(path)
+    for name, weight in tensors.items():
+        if weight.dim() == 2 and ".layers." in name:
+            tensors[name] = q4_1_of(weight)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def q4_1_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return weight [out, in] as GGUF's Q4_1 stores it, by the format's own definition."""
+    groups = weight.reshape(-1, 32)
+    low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
+    step = (high - low) / 15
+    q = torch.clamp((groups - low) / step + 0.5, max=15).floor()
+    return (step.half().float() * q + low.half().float()).reshape(weight.shape)
