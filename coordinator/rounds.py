@@ -71,10 +71,10 @@ async def generate(
     """Run `session` until `emit` says why it ends."""
     finish = emit(await prefill(session, verifier, drafter))
     while finish is None:
-        started = perf_counter()
         if drafter.needs_replay:
             session.restart("drafter_lost")
             await prefill(session, verifier, drafter)
+        started = perf_counter()
         try:
             drafts = await drafter.draft(session, session.draft_room())
             result = await verifier.verify(session, drafts)

@@ -123,7 +123,7 @@ async def test_a_late_drafter_costs_one_wait_then_rounds_go_on_without_it() -> N
         s.drafter.faults = {s.drafter.step_count + 5: "hang"}
         began = asyncio.get_running_loop().time()
         answer = await s.generate(max_tokens=100, draft_count=3)
-        assert asyncio.get_running_loop().time() - began < 2
+        assert asyncio.get_running_loop().time() - began < 5  # waiting each time: 9 s
         assert answer.token_ids == continuation(PROMPT, None, 100)
         assert answer.statistics.target_only_round_count > 50
 
