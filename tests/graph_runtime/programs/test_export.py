@@ -1,0 +1,194 @@
+"""The cache of programs, and what goes wrong with one: one clear line each."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("executorch")
+
+from graph_runtime.programs import export
+from graph_runtime.programs.export import ensure_program
+from graph_runtime.programs.load import open_program
+from graph_runtime.programs.metadata import ProgramMetadata, read_metadata
+from graph_runtime.programs.program_target import check_fits
+from splitspec.errors import UserError
+from tests.graph_runtime.programs.conftest import CHUNK, CONTEXT, LoadProgram, MakeModel
+
+Build = Callable[..., bytes]
+
+
+def ensure(folder: Path, cache_dir: Path, **arguments: Any) -> Path:
+    settings: dict[str, Any] = {
+        "precision": "8da8w",
+        "tap_layers": (0, 1),
+        "max_context_length": CONTEXT,
+        "max_prefill_chunk": CHUNK,
+    }
+    return ensure_program(folder=folder, cache_dir=cache_dir, **{**settings, **arguments})
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace the exporter by one that is quick and counts what it is asked for."""
+    asked: list[str] = []
+
+    def build(*arguments: Any) -> bytes:
+        asked.append(arguments[2].precision)
+        return b"a program"
+
+    monkeypatch.setattr(export, "build", build)
+    return asked
+
+
+@pytest.fixture
+def program_copy(
+    make_model: MakeModel, load_program: LoadProgram, program_cache: Path, tmp_path: Path
+) -> Path:
+    """Return a real program and its digest in a folder of the test's own."""
+    folder = make_model()
+    load_program(folder, "8da8w")
+    path = ensure(folder, program_cache)
+    shutil.copy(path.with_suffix(".sha256"), tmp_path)
+    return Path(shutil.copy(path, tmp_path))
+
+
+def test_a_program_is_exported_once(
+    make_model: MakeModel, tmp_path: Path, exports: list[str]
+) -> None:
+    folder = make_model()
+    assert ensure(folder, tmp_path) == ensure(folder, tmp_path)
+    assert exports == ["8da8w"]
+
+
+def test_two_that_need_one_program_at_once_export_it_once(
+    make_model: MakeModel, tmp_path: Path, exports: list[str]
+) -> None:
+    folder = make_model()
+    threads = [threading.Thread(target=ensure, args=(folder, tmp_path)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert exports == ["8da8w"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precision": "fp32"},
+        {"tap_layers": (1,)},
+        {"max_context_length": CONTEXT + 1},
+        {"max_prefill_chunk": CHUNK + 1},
+    ],
+)
+def test_what_changes_the_program_changes_its_name(
+    change: dict[str, Any], make_model: MakeModel, tmp_path: Path, exports: list[str]
+) -> None:
+    folder = make_model()
+    assert ensure(folder, tmp_path) != ensure(folder, tmp_path, **change)
+    assert len(exports) == 2
+
+
+def test_another_model_has_another_program(
+    make_model: MakeModel, tmp_path: Path, exports: list[str]
+) -> None:
+    assert ensure(make_model(), tmp_path) != ensure(make_model(seed=1), tmp_path)
+    assert len(exports) == 2
+
+
+def test_an_unknown_precision_is_refused_with_those_there_are(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="precision is '4bit'; expected one of fp32, 8da8w"):
+        ensure(make_model(), tmp_path, precision="4bit")
+
+
+def test_q4_1_of_another_model_is_refused_with_the_tensor(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"model\.layers\.0\.\S+ is not: try --precision 8da8w"):
+        ensure(make_model(), tmp_path, precision="q4_1")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    make_model: MakeModel, tmp_path: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write program \S+\.pte: No space left on device"):
+        ensure(make_model(), tmp_path)
+    assert exports
+    assert [path.suffix for path in (tmp_path / "programs").iterdir()] == [".lock"]
+
+
+def test_a_truncated_program_is_refused(program_copy: Path) -> None:
+    with program_copy.open("r+b") as file:
+        file.truncate(program_copy.stat().st_size // 2)
+    with pytest.raises(UserError, match="corrupt or truncated: delete it to export it again"):
+        open_program(program_copy)
+
+
+def test_a_program_with_a_flipped_bit_is_refused(program_copy: Path) -> None:
+    data = bytearray(program_copy.read_bytes())
+    data[len(data) // 2] ^= 1
+    program_copy.write_bytes(data)
+    with pytest.raises(UserError, match="corrupt or truncated"):
+        open_program(program_copy)
+
+
+def test_a_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pte"
+    path.write_bytes(b"not a program at all")
+    path.with_suffix(".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.raises(UserError, match="is not a program that this runtime can load"):
+        open_program(path)
+
+
+def test_a_missing_program_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read program \S+: No such file"):
+        open_program(tmp_path / "x.pte")
+
+
+def test_metadata_survives_the_program(program_copy: Path) -> None:
+    metadata = read_metadata(open_program(program_copy), program_copy)
+    assert metadata.precision == "8da8w"
+    assert (metadata.max_seq_len, metadata.max_prefill_chunk) == (CONTEXT, CHUNK)
+    assert (metadata.tap_layers, metadata.windows) == ((0, 1), (0,))
+
+
+class WithoutKey:
+    """A loaded program that lacks one constant method."""
+
+    def __init__(self, program: Any, key: str) -> None:
+        self.method_names = program.method_names - {key}
+        self.load_method = program.load_method
+
+
+@pytest.mark.parametrize("field", ProgramMetadata.__dataclass_fields__)
+def test_a_missing_key_is_named(field: str, program_copy: Path) -> None:
+    program: Any = WithoutKey(open_program(program_copy), f"get_{field}")
+    with pytest.raises(UserError, match=f"lacks the metadata key get_{field}: export it again"):
+        read_metadata(program, program_copy)
+
+
+@pytest.mark.parametrize(
+    ("model_hash", "precision", "message"),
+    [("0" * 64, "8da8w", "model hash .* expected 0000"), (None, "fp32", "8da8w; expected fp32")],
+)
+def test_a_program_of_another_model_is_refused_with_both_values(
+    model_hash: str | None, precision: str, message: str, program_copy: Path
+) -> None:
+    metadata = read_metadata(open_program(program_copy), program_copy)
+    with pytest.raises(UserError, match=message):
+        check_fits(metadata, program_copy, model_hash or metadata.model_hash, precision)
