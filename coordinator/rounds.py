@@ -104,8 +104,8 @@ async def prefill(session: Session, verifier: VerifierLane, drafter: DrafterLane
 async def _prefill(session: Session, verifier: VerifierLane, drafter: DrafterLane) -> list[int]:
     while True:
         try:
-            await verifier.open(session, drafter.row_kind)
             drafter.open(session)
+            await verifier.open(session, drafter.row_kind)
             for _, end in verifier.chunks(0, session.prefill_end):
                 result = await verifier.prefill(session, end)
                 session.committed_length = end
