@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -139,3 +140,14 @@ def test_the_environment_is_read_only_where_a_process_starts(package: str, file:
             if isinstance(node, ast.Attribute)
         }
         assert not attributes & {"environ", "getenv"}
+
+
+def test_every_package_is_in_the_distribution() -> None:
+    # Guards an image without `graph_runtime.programs`; an editable install hides what is missing.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {
+        ".".join((name, *init.parent.relative_to(folder).parts))
+        for name, folder in PACKAGES.items()
+        for init in folder.rglob("*.py")
+    }
+    assert folders == set(project["tool"]["setuptools"]["packages"])
