@@ -92,7 +92,7 @@ def ensure_program(
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if not path.is_file():  # another process may have made it meanwhile
-                _write(path, _export(folder, config, key))
+                write_program(path, _export(folder, config, key))
     except OSError as error:
         raise UserError(f"cannot write program {path}: {error.strerror or error}") from error
     return path
@@ -181,7 +181,7 @@ def _metadata(
     )
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_program(path: Path, data: bytes) -> None:
     """Write `path` and its digest, so that no reader ever sees half a file."""
     digest = hashlib.sha256(data).hexdigest()
     for target, content in ((path.with_suffix(".sha256"), digest.encode()), (path, data)):

@@ -62,6 +62,8 @@ _CORE_FORMS: dict[Any, Any] = {
     _aten.view.default: _aten.view_copy.default,
 }
 """Operators of traced graphs, by the form that kernels and delegate have."""
+_RENAMED = ("aten", "quantized_decomposed")
+"""Namespaces whose operators have a form in the edge dialect."""
 
 
 def trace(
@@ -160,7 +162,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         node.target, node.args, node.kwargs = _aten._softmax.default, (*node.args[:2], False), {}
     else:
         node.target = _CORE_FORMS.get(target, target)
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "splitspec":
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _RENAMED:
         space, name = node.target._schema.name.split("::")
         packet = getattr(getattr(exir_ops.edge, space), name)
         if node.target != _aten._local_scalar_dense.default:
