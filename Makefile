@@ -12,6 +12,8 @@ CPU_TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # A venv whose Python is gone (moved, upgraded) is made anew.
 $(shell $(BIN)/python -c '' 2>/dev/null || rm -rf $(VENV))
 
+# As typed: a "$" in a prompt is no make variable.
+override PROMPT := $(value PROMPT)
 export PROMPT
 .PHONY: run test lint format protos bench install install-dev clean
 .DELETE_ON_ERROR:
