@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,9 +95,9 @@ def ensure_program(
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if not path.is_file():  # another process may have made it meanwhile
-                write_program(path, _export(folder, config, key))
+                _export(folder, path, key)
     except OSError as error:
-        raise UserError(f"cannot write program {path}: {error.strerror or error}") from error
+        raise _cannot_write(path, error) from error
     return path
 
 
@@ -114,16 +117,47 @@ def check_digest(path: Path) -> None:
         raise UserError(f"program {path} is corrupt or truncated: delete it to export it again")
 
 
-def _export(folder: Path, config: DecoderConfig, key: ProgramKey) -> bytes:
+def _export(folder: Path, path: Path, key: ProgramKey) -> None:
+    """Export in a process of its own; its progress bar is on this one's stderr.
+
+    Raises:
+        UserError: what the process reports, or that it ended without saying why.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", __package__, folder, path, json.dumps(asdict(key))],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stdout.strip().splitlines() if done.returncode == 2 else []
+        raise UserError(
+            lines[-1] if lines else f"exporting {path} ended with code {done.returncode}"
+        )
+
+
+def export_here(folder: Path, path: Path, key: ProgramKey) -> None:
+    """Export in this process and write the program to `path`.
+
+    Raises:
+        UserError: the weights cannot be read, do not fit the precision, or the disk is full.
+    """
     with tqdm(total=len(_PHASES), desc=f"export {key.precision}", unit="phase") as bar:
 
         def report(phase: str) -> None:
             bar.set_postfix_str(phase)
             bar.update(_PHASES.index(phase) - bar.n)
 
-        data = build(folder, config, key, report)
+        data = build(folder, read_config(folder), key, report)
         bar.update(len(_PHASES) - bar.n)
-    return data
+    try:
+        write_program(path, data)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write program {path}: {error.strerror or error}")
 
 
 def build(
@@ -135,6 +169,7 @@ def build(
         UserError: the weights cannot be read or do not fit the precision.
     """
     # Imported here: loading a program that exists needs none of the exporter.
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels for GPUs that it cannot load
     from graph_runtime.programs.lowering import lower, trace
     from graph_runtime.programs.network import InPlaceAttention, distinct_windows, prepare
 

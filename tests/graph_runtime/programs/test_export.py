@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("executorch")
 
 from graph_runtime.programs import export
-from graph_runtime.programs.export import ensure_program
+from graph_runtime.programs.export import ProgramKey, ensure_program, export_here
 from graph_runtime.programs.load import open_program
 from graph_runtime.programs.metadata import ProgramMetadata, read_metadata
 from graph_runtime.programs.program_target import check_fits
@@ -41,11 +41,12 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the exporter by one that is quick and counts what it is asked for."""
     asked: list[str] = []
 
-    def build(*arguments: Any) -> bytes:
-        asked.append(arguments[2].precision)
+    def build(_folder: Path, _config: Any, key: ProgramKey, _report: Any) -> bytes:
+        asked.append(key.precision)
         return b"a program"
 
     monkeypatch.setattr(export, "build", build)
+    monkeypatch.setattr(export, "_export", export_here)
     return asked
 
 
