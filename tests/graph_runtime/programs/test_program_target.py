@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from graph_runtime.target import Span, Target
+from splitspec.folders import DEFAULT_CACHE_DIR, models_dir
 from tests.graph_runtime.programs.conftest import CHUNK, CONTEXT, LoadProgram, MakeModel
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -178,3 +180,23 @@ def test_the_target_says_what_it_is(
     assert (info.row_width, info.row_dtype) == (128, torch.float32)
     assert (info.min_prefill_chunk, info.max_prefill_chunk) == (1, CHUNK)
     assert (info.max_context_length, info.slot_count) == (CONTEXT, 3)
+
+
+@pytest.mark.real_model
+def test_l4_holds_over_all_layers_of_the_real_model(load_program: LoadProgram) -> None:
+    cache = Path(os.environ.get("SPLITSPEC_CACHE_DIR", DEFAULT_CACHE_DIR)).expanduser()
+    folder = models_dir(cache) / "smollm2-135m"
+    if not (folder / "config.json").is_file():
+        pytest.skip("smollm2-135m is not pulled: splitspec model pull smollm2-135m")
+    target = load_program(
+        folder,
+        "8da8w",
+        cache_dir=cache,
+        tap_layers=None,
+        max_context_length=1024,
+        max_prefill_chunk=128,
+    )
+    tokens = tokens_of(150)
+    wanted = run_all(target, 0, tokens, itertools.repeat(128))
+    draw = random.Random(5)
+    assert torch.equal(run_all(target, 1, tokens, iter(lambda: draw.randint(1, 8), 0)), wanted)
