@@ -7,6 +7,7 @@ of a scan, and with drafts that may copy from themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from drafter_service.config import DrafterConfig
 from drafter_service.drafter import Drafter, DrafterInfo, DraftWork, SessionParameters
@@ -61,6 +62,29 @@ class SuffixIndex:
         return copied
 
 
+@dataclass(slots=True)
+class _Slot:
+    """One session's index, and how far its drafts have been trusted to go."""
+
+    index: SuffixIndex
+    limit: int
+    """Most draft tokens of the next draft."""
+    drafted: int = 0
+    """Draft tokens of the last draft; 0 when there was none."""
+
+    def judge(self, committed: int, most: int) -> None:
+        """Adjust the limit to what became of the last draft: pending and accepted committed.
+
+        A draft token that falls costs the verifier a row. After a draft that stood whole the limit
+        doubles; after one that did not, the next draft is one longer than what stood.
+        """
+        if self.drafted:
+            accepted = committed - 1
+            stood = accepted >= self.drafted
+            self.limit = min(most, 2 * self.limit + 1) if stood else max(1, accepted + 1)
+            self.drafted = 0
+
+
 class NgramDrafter:
     """Prompt lookup over the slots' own tokens."""
 
@@ -68,7 +92,7 @@ class NgramDrafter:
         self._info = info
         self._ngram_min = ngram_min
         self._ngram_max = ngram_max
-        self._indexes: dict[int, SuffixIndex] = {}
+        self._slots: dict[int, _Slot] = {}
 
     @property
     def info(self) -> DrafterInfo:
@@ -78,25 +102,29 @@ class NgramDrafter:
     def open(self, slot: int, parameters: SessionParameters) -> None:
         """Begin an empty index. There are no logits to sample from: `parameters` change nothing."""
         del parameters
-        assert slot not in self._indexes, slot
-        self._indexes[slot] = SuffixIndex(self._ngram_min, self._ngram_max)
+        assert slot not in self._slots, slot
+        index = SuffixIndex(self._ngram_min, self._ngram_max)
+        self._slots[slot] = _Slot(index, limit=self._info.max_draft_count)
 
     def step(self, works: Sequence[DraftWork]) -> list[list[int]]:
         """Extend and look up, session by session."""
         return [self._draft(work) for work in works]
 
     def _draft(self, work: DraftWork) -> list[int]:
-        index = self._indexes[work.slot]
-        assert len(index.tokens) == work.start, "law L2"
-        index.extend(work.token_ids)
+        slot = self._slots[work.slot]
+        assert len(slot.index.tokens) == work.start, "law L2"
+        slot.judge(len(work.token_ids), self._info.max_draft_count)
+        slot.index.extend(work.token_ids)
         if work.draft_count == 0:
             return []
         assert work.pending_token_id is not None
-        return index.draft(work.pending_token_id, work.draft_count)
+        drafts = slot.index.draft(work.pending_token_id, min(work.draft_count, slot.limit))
+        slot.drafted = len(drafts)
+        return drafts
 
     def release(self, slot: int) -> None:
         """Forget the index."""
-        del self._indexes[slot]
+        del self._slots[slot]
 
 
 def load(config: DrafterConfig) -> Drafter:

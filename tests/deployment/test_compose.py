@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import socket
 import subprocess
 import sys
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +37,11 @@ def engine() -> Iterator[docker.DockerClient]:
         pytest.skip(f"no container engine answers: {error}")
     yield client
     client.close()
+    with warnings.catch_warnings():
+        # NOTE: the SDK leaves sockets of streams that have ended to the garbage collector, whose
+        # warning would fail whatever test runs then.
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

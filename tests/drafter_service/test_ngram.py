@@ -108,7 +108,34 @@ def test_sessions_do_not_see_each_other() -> None:
     assert drafter.step([work(0, 0, [1, 2, 3], 1), work(1, 0, [1, 8, 9], 1)]) == [[2, 3], [8, 9]]
     drafter.release(0)
     drafter.open(0, SessionParameters())
-    assert drafter.step([work(0, 0, [5], 1), work(1, 3, [1], 8)]) == [[], [9, 1]]
+    assert drafter.step([work(0, 0, [5], 1), work(1, 3, [1, 8, 9], 1)]) == [[], [8, 9]]
+
+
+def test_drafts_that_fall_make_the_next_one_short_and_drafts_that_stand_make_it_long() -> None:
+    drafter = ngram()
+    drafter.open(0, SessionParameters())
+    text: list[int] = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+    def draft_after(committed: list[int]) -> int:
+        """Commit tokens, draft after a pending 1, and return how many tokens were drafted."""
+        text.extend(committed)
+        work = DraftWork(
+            slot=0,
+            parameters=SessionParameters(),
+            start=len(text) - len(committed),
+            token_ids=committed,
+            rows=None,
+            pending_token_id=1,
+            draft_count=7,
+        )
+        return len(drafter.step([work])[0])
+
+    first, text = text, []
+    assert draft_after(first) == 7
+    assert draft_after([1]) == 1  # nothing stood
+    assert draft_after([1, 2]) == 3  # all of it stood
+    assert draft_after([1, 2, 3]) == 3  # two of three stood: one more than that
+    assert draft_after([1, 2, 3, 4]) == 7
 
 
 def test_l2_a_drafter_with_another_context_length_refuses_to_draft() -> None:

@@ -55,8 +55,9 @@ def test_l4_real_prompts_speculative_equals_target_only(
 
 
 def test_the_answer_is_sensible_english(real_cluster: Cluster) -> None:
-    question = {"role": "user", "content": "What is the capital of France?"}
+    question = {"role": "user", "content": "Name the capital of France and the capital of Italy."}
     answer = real_cluster.generate(
         "coordinator-ngram", conversation={"messages": [question]}, max_tokens=40
     )
     assert "Paris" in answer.text
+    assert "Rome" in answer.text
