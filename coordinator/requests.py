@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
 from coordinator.template import ChatTemplate
 from coordinator.text import ModelText
+from splitspec.checks import check_sampling, refuse_unknown_within
 from splitspec.errors import ContextFull, InvalidArgument
 from splitspec.v1 import generation_pb2, sampling_pb2
 
@@ -23,13 +18,6 @@ MAX_CHAR_BYTES = 4
 MAX_STOP_COUNT = 16
 MAX_STOP_LENGTH = 1000
 ROLES = ("system", "user", "assistant")
-NOT_IMPLEMENTED = (
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "grammar",
-    "min_tokens",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +61,8 @@ def plan_request(
     # Megabytes are refused unread: looking at them would hold up every other request.
     least = (request.ByteSize() - MAX_EXTRA_BYTES) // (MAX_CHAR_BYTES * text.longest_token)
     _check_room(least, limits, "at least ")
-    refuse_unknown_fields(request)
-    sampling = check_sampling(request.sampling)
+    refuse_unknown_within("request", request)
+    check_sampling(request.sampling)
     max_tokens = request.max_tokens if request.HasField("max_tokens") else None
     if max_tokens == 0:
         raise InvalidArgument.of("max_tokens", 0, "at least 1")
@@ -92,7 +80,7 @@ def plan_request(
     return Plan(
         prompt_ids=prompt_ids,
         output_limit=room if max_tokens is None else min(room, max_tokens),
-        sampling=sampling,
+        sampling=seeded(request.sampling),
         draft_count=draft_count,
         stops=tuple(request.stop),
         stop_token_ids=frozenset(stop_token_ids),
@@ -100,52 +88,13 @@ def plan_request(
     )
 
 
-def refuse_unknown_fields(message: Message, path: str = "") -> None:
-    """Raise InvalidArgument if `message`, or one inside it, has a field that we do not know."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        number = unknown[0].field_number
-        raise InvalidArgument.of(
-            f"{path}field {number}", "unknown", "a field of protocol version 1"
-        )
-    for field, value in message.ListFields():
-        if field.type != FieldDescriptor.TYPE_MESSAGE or field.message_type.GetOptions().map_entry:
-            continue
-        inner = [value] if isinstance(value, Message) else value
-        for one in inner:
-            refuse_unknown_fields(one, f"{path}{field.name}.")
-
-
-def check_sampling(
-    sampling: sampling_pb2.SamplingParameters,
-) -> sampling_pb2.SamplingParameters:
-    """Return a copy of `sampling` with a seed; draw one if there is none.
-
-    Raises:
-        InvalidArgument: a value is out of range, or a parameter is not implemented.
-    """
-    for field in NOT_IMPLEMENTED:
-        if sampling.HasField(field):
-            value = getattr(sampling, field)
-            raise InvalidArgument.of(f"sampling.{field}", value, "unset: it is not implemented")
-    if sampling.logit_bias:
-        count = f"{len(sampling.logit_bias)} entries"
-        raise InvalidArgument.of("sampling.logit_bias", count, "empty: it is not implemented")
-    ranges: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-        ("temperature", lambda value: 0 <= value <= 100, "0..100"),
-        ("top_p", lambda value: 0 < value <= 1, "above 0, up to 1"),
-        ("min_p", lambda value: 0 <= value <= 1, "0..1"),
-    )
-    for field, holds, expected in ranges:
-        if sampling.HasField(field):
-            value = getattr(sampling, field)
-            if math.isnan(value) or not holds(value):
-                raise InvalidArgument.of(f"sampling.{field}", value, expected)
-    checked = sampling_pb2.SamplingParameters()
-    checked.CopyFrom(sampling)
-    if not checked.HasField("seed"):
-        checked.seed = secrets.randbits(64)
-    return checked
+def seeded(sampling: sampling_pb2.SamplingParameters) -> sampling_pb2.SamplingParameters:
+    """Return a copy of checked parameters with a seed; draw one if there is none."""
+    copy = sampling_pb2.SamplingParameters()
+    copy.CopyFrom(sampling)
+    if not copy.HasField("seed"):
+        copy.seed = secrets.randbits(64)
+    return copy
 
 
 def _check_stops(request: generation_pb2.GenerateRequest, vocab_size: int) -> None:

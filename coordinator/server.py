@@ -15,7 +15,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.handshake import PROTOCOL_VERSION
 from coordinator.links import Links, ended
 from coordinator.output import Output
-from coordinator.requests import Plan, plan_request, refuse_unknown_fields
+from coordinator.requests import Plan, plan_request
 from coordinator.sessions import Admission, Session
 from coordinator.statistics import (
     Meters,
@@ -27,6 +27,7 @@ from coordinator.statistics import (
 from coordinator.template import ChatTemplate
 from coordinator.text import ModelText
 from splitspec import serving, telemetry
+from splitspec.checks import refuse_unknown_within
 from splitspec.errors import ModelMismatch, SplitspecError, UserError
 from splitspec.folders import model_folder
 from splitspec.metrics import CoordinatorMetrics, new_registry
@@ -101,7 +102,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> pb.GenerationGetModelResponse:
         """Say what is being served."""
         del context
-        refuse_unknown_fields(request)
+        refuse_unknown_within("request", request)
         self._lifecycle.require_serving()
         target = self.links.target
         return pb.GenerationGetModelResponse(

@@ -4,9 +4,6 @@ the engine; nothing that is not understood is ignored."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from drafter_service.drafter import DrafterInfo, DraftSampling, SessionParameters
 from drafter_service.engine import (
@@ -18,15 +15,15 @@ from drafter_service.engine import (
     ReleaseItem,
 )
 from splitspec import PROTOCOL_VERSION
+from splitspec.checks import check_sampling, refuse_unknown, require_seed, top_p_of
 from splitspec.errors import InvalidArgument, SplitspecError
 from splitspec.rows import check_rows
-from splitspec.v1 import drafter_pb2, sampling_pb2
+from splitspec.v1 import drafter_pb2
 from splitspec.wire_errors import item_error
 
 TOKEN_ID_LIMIT = 2**31
 """Where the draft does not know the vocabulary: no model's ids reach 2^31, negative ones do."""
 
-_IMPLEMENTED = frozenset(("temperature", "top_k", "top_p", "min_p", "seed"))
 _DRAFT_SAMPLINGS = {
     drafter_pb2.DRAFT_SAMPLING_UNSPECIFIED: DraftSampling.METHOD_DEFAULT,
     drafter_pb2.DRAFT_SAMPLING_ARGMAX: DraftSampling.ARGMAX,
@@ -110,53 +107,22 @@ def _decode_parameters(opened: drafter_pb2.OpenDraftSession) -> SessionParameter
     if opened.draft_sampling not in _DRAFT_SAMPLINGS:
         raise InvalidArgument.of("open.draft_sampling", opened.draft_sampling, "0..2")
     sampling = opened.sampling
-    refuse_unknown("sampling", sampling)
-    for field, value in sampling.ListFields():
-        if field.name not in _IMPLEMENTED:
-            raise InvalidArgument.of(f"sampling.{field.name}", value, "absent: not implemented")
-    parameters = SessionParameters(
+    check_sampling(sampling)
+    require_seed(sampling)
+    return SessionParameters(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        top_p=top_p_of(sampling),
         min_p=sampling.min_p,
         seed=sampling.seed,
         draft_sampling=_DRAFT_SAMPLINGS[opened.draft_sampling],
     )
-    _check_parameters(parameters, sampling)
-    return parameters
-
-
-def _check_parameters(
-    parameters: SessionParameters, sampling: sampling_pb2.SamplingParameters
-) -> None:
-    # NOTE: written so that NaN fails every range.
-    if not 0.0 <= parameters.temperature <= 100.0:
-        raise InvalidArgument.of("sampling.temperature", parameters.temperature, "0..100")
-    if not 0.0 < parameters.top_p <= 1.0:
-        raise InvalidArgument.of("sampling.top_p", parameters.top_p, "above 0, up to 1")
-    if not 0.0 <= parameters.min_p <= 1.0:
-        raise InvalidArgument.of("sampling.min_p", parameters.min_p, "0..1")
-    if parameters.temperature > 0.0 and not sampling.HasField("seed"):
-        raise InvalidArgument.of("sampling.seed", "not set", "a seed when temperature > 0")
 
 
 def _check_ids(field: str, token_ids: Sequence[int], limit: int) -> None:
     if token_ids and max(token_ids) >= limit:
         first = next(token_id for token_id in token_ids if token_id >= limit)
         raise InvalidArgument.of(field, first, f"ids in [0, {limit})")
-
-
-def refuse_unknown(name: str, message: Any) -> None:
-    """Refuse fields that this version does not know: a request is never half understood.
-
-    Raises:
-        InvalidArgument: names the message and the field number.
-    """
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        raise InvalidArgument.of(
-            name, f"carrying unknown field {unknown[0].field_number}", "known fields only"
-        )
 
 
 def encode_results(results: Sequence[ItemResult]) -> list[drafter_pb2.DraftItemResult]:

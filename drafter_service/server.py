@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from drafter_service.config import DrafterConfig
-from drafter_service.decoding import decode_items, encode_info, encode_results, refuse_unknown
+from drafter_service.decoding import decode_items, encode_info, encode_results
 from drafter_service.drafter import Drafter
 from drafter_service.engine import (
     DraftItem,
@@ -29,6 +29,7 @@ from drafter_service.engine import (
 )
 from drafter_service.sessions import StreamSessions
 from splitspec import serving, telemetry
+from splitspec.checks import refuse_unknown
 from splitspec.errors import Draining, EngineFailed, InvalidArgument
 from splitspec.metrics import ModelServiceMetrics, new_registry
 from splitspec.serving import Lifecycle, ServiceEntry

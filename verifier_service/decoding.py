@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from google.protobuf.unknown_fields import UnknownFieldSet
-
 from splitspec import PROTOCOL_VERSION
+from splitspec.checks import check_sampling, refuse_unknown, require_seed, top_p_of
 from splitspec.errors import InvalidArgument, SplitspecError
 from splitspec.rows import RowFormat, fill_rows
 from splitspec.v1 import sampling_pb2
@@ -30,8 +29,6 @@ from verifier_service.steps import (
     VerifyOutcome,
 )
 from verifier_service.verification import Sampling
-
-_IMPLEMENTED = frozenset(("temperature", "top_k", "top_p", "min_p", "seed"))
 
 
 def decode_items(items: Sequence[pb.VerifyItem]) -> list[Item]:
@@ -118,38 +115,20 @@ def decode_sampling(message: sampling_pb2.SamplingParameters) -> Sampling:
         InvalidArgument: a value out of range, a parameter that is not implemented or not known, or
             no seed where noise needs one.
     """
-    refuse_unknown("sampling", message)
-    for field, value in message.ListFields():
-        if field.name not in _IMPLEMENTED:
-            raise InvalidArgument.of(f"sampling.{field.name}", value, "absent: not implemented")
-    sampling = Sampling(
+    check_sampling(message)
+    require_seed(message)
+    return Sampling(
         temperature=message.temperature,
         top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        top_p=top_p_of(message),
         min_p=message.min_p,
         seed=message.seed,
     )
-    if sampling.temperature > 0.0:
-        _require(message, "seed", "a seed when temperature > 0", "sampling.")
-    return sampling
 
 
 def _require(message: Any, field: str, expected: str, prefix: str = "") -> None:
     if not message.HasField(field):
         raise InvalidArgument.of(f"{prefix}{field}", "not set", expected)
-
-
-def refuse_unknown(name: str, message: Any) -> None:
-    """Refuse fields that this version does not know: a request is never half understood.
-
-    Raises:
-        InvalidArgument: names the message and the field number.
-    """
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        raise InvalidArgument.of(
-            name, f"carrying unknown field {unknown[0].field_number}", "known fields only"
-        )
 
 
 def encode_results(

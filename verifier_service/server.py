@@ -12,13 +12,14 @@ from prometheus_client import CollectorRegistry
 
 from splitspec import serving, telemetry
 from splitspec.channels import MAX_MESSAGE_BYTES
+from splitspec.checks import refuse_unknown
 from splitspec.errors import EngineFailed, InvalidArgument, UserError
 from splitspec.metrics import new_registry
 from splitspec.serving import Lifecycle, ServiceEntry
 from splitspec.v1 import verifier_pb2 as pb
 from splitspec.v1 import verifier_pb2_grpc
 from verifier_service.config import VerifierConfig
-from verifier_service.decoding import decode_items, encode_model, encode_results, refuse_unknown
+from verifier_service.decoding import decode_items, encode_model, encode_results
 from verifier_service.engine import Engine
 from verifier_service.engine_thread import EngineThread
 from verifier_service.metrics import VerifierMetrics

@@ -22,9 +22,9 @@ from graph_runtime.noise import (
     position_words,
     token_words,
 )
+from splitspec.checks import check_sampling_ranges
 from splitspec.errors import EngineFailed, InvalidArgument
 
-MAX_TEMPERATURE = 100.0
 _SPANS = (*(4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0), GUMBEL_SPAN)
 """How far below the peak truncation looks for its borders, step by step: sorting costs most."""
 _CERTAIN_SPAN = 3.0
@@ -52,15 +52,9 @@ class Sampling:
     """Key of the noise; means nothing at temperature 0."""
 
     def __post_init__(self) -> None:
-        # NOTE: written so that NaN fails every range.
-        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
-            raise InvalidArgument.of("sampling.temperature", self.temperature, "0..100")
+        check_sampling_ranges(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
         if not 0 <= self.top_k < 2**32:
             raise InvalidArgument.of("sampling.top_k", self.top_k, "0..4294967295")
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidArgument.of("sampling.top_p", self.top_p, "above 0, up to 1")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise InvalidArgument.of("sampling.min_p", self.min_p, "0..1")
         if not 0 <= self.seed < 2**64:
             raise InvalidArgument.of("sampling.seed", self.seed, "0..2^64-1")
 
