@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 
 from drafter_service.drafter import Drafter, DrafterInfo, DraftWork, SessionParameters
-from drafter_service.sessions import Session, SlotTable, StreamSessions
+from drafter_service.sessions import Session, StreamSessions
+from graph_runtime.slots import SlotTable
 from splitspec.errors import (
     CommittedLengthMismatch,
     ContextFull,

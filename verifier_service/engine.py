@@ -13,6 +13,7 @@ from time import perf_counter_ns
 
 import torch
 
+from graph_runtime.slots import SlotTable
 from graph_runtime.target import Span, SpanOutput, Target
 from splitspec.errors import (
     CommittedLengthMismatch,
@@ -24,7 +25,7 @@ from splitspec.errors import (
 )
 from splitspec.rows import NO_ROWS, RowFormat
 from splitspec.v1 import rows_pb2
-from verifier_service.sessions import Session, SlotTable, StreamSessions
+from verifier_service.sessions import Session, StreamSessions
 from verifier_service.steps import (
     Committed,
     EngineModel,

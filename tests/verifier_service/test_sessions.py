@@ -1,34 +1,16 @@
-"""Slots and the sessions that a stream owns."""
+"""The sessions that a stream of the verifier owns."""
 
 from __future__ import annotations
 
 import pytest
 
-from splitspec.errors import InvalidArgument, NoFreeSlot, SessionNotFound
-from verifier_service.sessions import Session, SlotTable, StreamSessions
+from splitspec.errors import InvalidArgument, SessionNotFound
+from verifier_service.sessions import Session, StreamSessions
 from verifier_service.verification import Sampling
 
 
 def session(slot: int = 0) -> Session:
     return Session(slot=slot, sampling=Sampling(), row_kind=1)
-
-
-def test_every_slot_is_handed_out_once_and_comes_back() -> None:
-    slots = SlotTable(3)
-    taken = [slots.take() for _ in range(3)]
-    assert sorted(taken) == [0, 1, 2]
-    assert slots.used_count == 3
-    with pytest.raises(NoFreeSlot):
-        slots.take()
-    slots.give_back(taken[1])
-    assert slots.used_count == 2
-    assert slots.take() == taken[1]
-
-
-def test_giving_a_free_slot_back_is_our_own_bug() -> None:
-    slots = SlotTable(2)
-    with pytest.raises(AssertionError):
-        slots.give_back(0)
 
 
 def test_a_stream_finds_its_sessions_and_no_others() -> None:
