@@ -183,6 +183,25 @@ def test_a_missing_key_is_named(field: str, program_copy: Path) -> None:
         read_metadata(program, program_copy)
 
 
+def test_a_program_that_was_written_without_a_key_is_refused_at_load(
+    make_model: MakeModel,
+    load_program: LoadProgram,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    complete = ProgramMetadata.constant_methods
+
+    def incomplete(metadata: ProgramMetadata) -> dict[str, Any]:
+        methods = complete(metadata)
+        del methods["get_row_width"]
+        return methods
+
+    monkeypatch.setattr(ProgramMetadata, "constant_methods", incomplete)
+    monkeypatch.setattr(export, "_export", export_here)  # in this process, where the key is missing
+    with pytest.raises(UserError, match="lacks the metadata key get_row_width"):
+        load_program(make_model(n_layers=1), "fp32", tap_layers=(0,), cache_dir=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("model_hash", "precision", "message"),
     [("0" * 64, "8da8w", "model hash .* expected 0000"), (None, "fp32", "8da8w; expected fp32")],
