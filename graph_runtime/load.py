@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from graph_runtime.architecture import DecoderConfig, read_config
+from graph_runtime.architecture import read_config
 from graph_runtime.checkpoint import load_weights, model_hash, tokenizer_hash
+from graph_runtime.limits import check_context_length, check_tap_layers
 from graph_runtime.target import Target, TargetInfo
 from graph_runtime.torch_target import TorchTarget, build_decoder
 from splitspec.errors import UserError
@@ -37,7 +38,7 @@ def load_target(
         runtime: "executorch" (exports the program first when the cache has none) or "torch".
         precision: torch: "fp32" or "bf16"; executorch: see graph_runtime.programs.
         cache_dir: where hashes and exported programs are kept.
-        tap_layers: 0-based layer outputs of a raw row; None: `default_tap_layers`.
+        tap_layers: 0-based layer outputs of a raw row; None: `limits.default_tap_layers`.
         max_context_length: KV positions of one slot.
         slot_count: sessions at once.
         max_prefill_chunk: longest span of a step.
@@ -136,39 +137,3 @@ def load_torch_target(
         runtime="torch",
     )
     return TorchTarget(decoder, caches, tile, info)
-
-
-def default_tap_layers(n_layers: int) -> tuple[int, ...]:
-    """Return the low, middle and high layer that EAGLE-3 reads, fewer for tiny models."""
-    wanted = (1, n_layers // 2 - 1, n_layers - 4)
-    return tuple(sorted({min(max(layer, 0), n_layers - 1) for layer in wanted}))
-
-
-def check_tap_layers(config: DecoderConfig, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the tap layers to use: those given, or the default.
-
-    Raises:
-        UserError: not ascending, or not layers of the model.
-    """
-    if tap_layers is None:
-        return default_tap_layers(config.n_layers)
-    in_range = all(0 <= layer < config.n_layers for layer in tap_layers)
-    if not tap_layers or not in_range or list(tap_layers) != sorted(set(tap_layers)):
-        raise UserError(
-            f"tap layers are {list(tap_layers)}; expected ascending numbers in "
-            f"[0, {config.n_layers - 1}]"
-        )
-    return tap_layers
-
-
-def check_context_length(config: DecoderConfig, max_context_length: int) -> None:
-    """Refuse a context that is longer than the model's.
-
-    Raises:
-        UserError: names both lengths.
-    """
-    if not 1 <= max_context_length <= config.max_position_embeddings:
-        raise UserError(
-            f"max context length is {max_context_length}; "
-            f"expected 1 to the model's {config.max_position_embeddings}"
-        )

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from graph_runtime.architecture import DecoderConfig, read_config
 from graph_runtime.checkpoint import load_weights, model_hash
 from graph_runtime.decoder import Decoder
-from graph_runtime.load import check_context_length, check_tap_layers
+from graph_runtime.limits import check_context_length, check_tap_layers
 from graph_runtime.programs.metadata import FORMAT_VERSION, ProgramMetadata
 from graph_runtime.programs.program_target import MIN_ROWS, padded_capacity
 from splitspec.errors import UserError

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from graph_runtime.load import default_tap_layers, load_target
+from graph_runtime.limits import default_tap_layers
+from graph_runtime.load import load_target
 from graph_runtime.target import Span
 from splitspec.errors import UserError
 from tests.tiny import write_tiny_model
