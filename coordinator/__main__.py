@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,18 +10,12 @@ import typer
 
 from coordinator.config import CoordinatorConfig
 from coordinator.server import serve_coordinator
-from splitspec.errors import UserError
+from splitspec.commands import flag, run_app
 from splitspec.serving import Lifecycle, run_service
 
 logger = logging.getLogger("coordinator")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 DEFAULTS = CoordinatorConfig(model="")
-
-
-def _flag(name: str, text: str) -> typer.models.OptionInfo:
-    variable = "SPLITSPEC_" + name.upper().replace("-", "_")
-    option: typer.models.OptionInfo = typer.Option(f"--{name}", help=text, envvar=variable)
-    return option
 
 
 @app.callback()
@@ -32,42 +25,42 @@ def commands() -> None:
 
 @app.command()
 def serve(
-    model: Annotated[str, _flag("model", "Model folder, or the name of a pulled model.")],
-    verifier: Annotated[str, _flag("verifier", "The verifier's address.")] = DEFAULTS.verifier,
+    model: Annotated[str, flag("model", "Model folder, or the name of a pulled model.")],
+    verifier: Annotated[str, flag("verifier", "The verifier's address.")] = DEFAULTS.verifier,
     drafter: Annotated[
-        str | None, _flag("drafter", "The drafter's address; none: target-only.")
+        str | None, flag("drafter", "The drafter's address; none: target-only.")
     ] = DEFAULTS.drafter,
-    address: Annotated[str, _flag("address", "host:port or unix:/path.")] = DEFAULTS.address,
+    address: Annotated[str, flag("address", "host:port or unix:/path.")] = DEFAULTS.address,
     metrics_address: Annotated[
-        str | None, _flag("metrics-address", "host:port of the Prometheus endpoint.")
+        str | None, flag("metrics-address", "host:port of the Prometheus endpoint.")
     ] = DEFAULTS.metrics_address,
-    cache_dir: Annotated[Path, _flag("cache-dir", "Where pulled models are.")] = DEFAULTS.cache_dir,
+    cache_dir: Annotated[Path, flag("cache-dir", "Where pulled models are.")] = DEFAULTS.cache_dir,
     draft_count: Annotated[
-        int, _flag("draft-count", "Draft tokens a round where a request does not say.")
+        int, flag("draft-count", "Draft tokens a round where a request does not say.")
     ] = DEFAULTS.draft_count,
     queue_limit: Annotated[
-        int, _flag("queue-limit", "Requests that may wait for a slot.")
+        int, flag("queue-limit", "Requests that may wait for a slot.")
     ] = DEFAULTS.queue_limit,
     queue_seconds: Annotated[
-        float, _flag("queue-seconds", "Longest wait for a slot.")
+        float, flag("queue-seconds", "Longest wait for a slot.")
     ] = DEFAULTS.queue_seconds,
     prefill_budget: Annotated[
-        int, _flag("prefill-budget", "Prompt tokens in one step at most.")
+        int, flag("prefill-budget", "Prompt tokens in one step at most.")
     ] = DEFAULTS.prefill_budget,
     step_seconds: Annotated[
-        float, _flag("step-seconds", "Longest wait for the verifier's answer to a step.")
+        float, flag("step-seconds", "Longest wait for the verifier's answer to a step.")
     ] = DEFAULTS.step_seconds,
     draft_seconds: Annotated[
-        float, _flag("draft-seconds", "Longest wait of a round for drafts.")
+        float, flag("draft-seconds", "Longest wait of a round for drafts.")
     ] = DEFAULTS.draft_seconds,
     reconnect_seconds: Annotated[
-        float, _flag("reconnect-seconds", "Longest wait for a verifier that was lost.")
+        float, flag("reconnect-seconds", "Longest wait for a verifier that was lost.")
     ] = DEFAULTS.reconnect_seconds,
     otlp_endpoint: Annotated[
-        str | None, _flag("otlp-endpoint", "OTLP gRPC endpoint that gets the spans.")
+        str | None, flag("otlp-endpoint", "OTLP gRPC endpoint that gets the spans.")
     ] = DEFAULTS.otlp_endpoint,
     trace_file: Annotated[
-        Path | None, _flag("trace-file", "File that gets one JSON line a span.")
+        Path | None, flag("trace-file", "File that gets one JSON line a span.")
     ] = DEFAULTS.trace_file,
 ) -> None:
     """Serve the Generation service until SIGTERM."""
@@ -93,15 +86,8 @@ def serve(
 
 
 def main() -> None:
-    """Run the command line: a user's mistake is one line and exit code 2."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s coordinator %(levelname)s %(message)s"
-    )
-    try:
-        app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Run the command line."""
+    run_app(app, "coordinator")
 
 
 if __name__ == "__main__":

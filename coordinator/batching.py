@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-ITEMS_A_SLOT = 4
-"""Services refuse steps with more: nobody needs more than release, open, extend and draft."""
-
 
 class Rank(IntEnum):
     """Order inside a step: free slots, take slots, decode, and prefill with what budget is left."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitspec.errors import UserError
+from splitspec.commands import check_range
 from splitspec.folders import DEFAULT_CACHE_DIR
 
 
@@ -38,18 +38,13 @@ class CoordinatorConfig:
     trace_file: Path | None = None
 
     def __post_init__(self) -> None:
-        _check_range("--draft-count", self.draft_count, 0, 1024)
-        _check_range("--queue-limit", self.queue_limit, 0, 100_000)
-        _check_range("--prefill-budget", self.prefill_budget, 1, 1_000_000)
+        check_range("--draft-count", self.draft_count, 0, 1024)
+        check_range("--queue-limit", self.queue_limit, 0, 100_000)
+        check_range("--prefill-budget", self.prefill_budget, 1, 1_000_000)
         for flag, value in (
             ("--queue-seconds", self.queue_seconds),
             ("--step-seconds", self.step_seconds),
             ("--draft-seconds", self.draft_seconds),
             ("--reconnect-seconds", self.reconnect_seconds),
         ):
-            _check_range(flag, value, 0.001, 86_400)
-
-
-def _check_range(flag: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise UserError(f"{flag} {value} is not in {least}..{most}")
+            check_range(flag, value, 0.001, 86_400)

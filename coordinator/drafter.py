@@ -120,7 +120,7 @@ class RemoteDrafter:
     async def draft(self, session: Session, count: int) -> list[int]:
         """Send the positions committed since; return at most `count` draft tokens.
 
-        None when the drafter is lost or late: then a target-only round goes on without it.
+        No token when the drafter is lost or late: then a target-only round goes on without it.
         """
         if self._late is not None and not self._late.done():
             return []

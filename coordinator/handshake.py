@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from splitspec import PROTOCOL_VERSION
 from splitspec.errors import ModelMismatch, NotReady
 from splitspec.v1 import drafter_pb2, rows_pb2, verifier_pb2
-
-PROTOCOL_VERSION = 1
 
 PINNED = (
     "model_hash",

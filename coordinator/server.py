@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 
 from coordinator import rounds
 from coordinator.config import CoordinatorConfig
-from coordinator.handshake import PROTOCOL_VERSION
 from coordinator.links import Links, ended
 from coordinator.output import Output
 from coordinator.requests import Plan, plan_request
@@ -26,7 +25,7 @@ from coordinator.statistics import (
 )
 from coordinator.template import ChatTemplate
 from coordinator.text import ModelText
-from splitspec import serving, telemetry
+from splitspec import PROTOCOL_VERSION, serving, telemetry
 from splitspec.checks import refuse_unknown_within
 from splitspec.errors import ModelMismatch, SplitspecError, UserError
 from splitspec.folders import model_folder

@@ -18,8 +18,9 @@ from typing import Any
 import grpc
 from google.protobuf import duration_pb2
 
-from coordinator.batching import ITEMS_A_SLOT, Answer, Rank, Ready, ReadyItems, Trip
+from coordinator.batching import Answer, Rank, Ready, ReadyItems, Trip
 from coordinator.sessions import LinkLost, PeerAbsent
+from splitspec import ITEMS_A_SLOT
 from splitspec.channels import CLIENT_OPTIONS
 from splitspec.errors import ModelMismatch, SplitspecError
 from splitspec.wire_errors import error_from_item, error_from_rpc

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitspec.commands import check_range
 from splitspec.errors import UserError
 
 METHODS = {"ngram": "drafter_service.ngram"}
@@ -38,13 +39,8 @@ class DrafterConfig:
         if self.draft not in METHODS:
             known = ", ".join(sorted(METHODS))
             raise UserError(f"--draft {self.draft!r}: this version drafts with {known} only")
-        _check_range("--slot-count", self.slot_count, 1, MAX_SLOT_COUNT)
-        _check_range("--max-context-length", self.max_context_length, 1, MAX_CONTEXT_LENGTH)
-        _check_range("--max-draft-count", self.max_draft_count, 1, MAX_DRAFT_COUNT)
-        _check_range("--ngram-max", self.ngram_max, 1, 32)
-        _check_range("--ngram-min", self.ngram_min, 1, self.ngram_max)
-
-
-def _check_range(flag: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise UserError(f"{flag} {value} is not in {least}..{most}")
+        check_range("--slot-count", self.slot_count, 1, MAX_SLOT_COUNT)
+        check_range("--max-context-length", self.max_context_length, 1, MAX_CONTEXT_LENGTH)
+        check_range("--max-draft-count", self.max_draft_count, 1, MAX_DRAFT_COUNT)
+        check_range("--ngram-max", self.ngram_max, 1, 32)
+        check_range("--ngram-min", self.ngram_min, 1, self.ngram_max)

@@ -31,7 +31,7 @@ class SessionParameters:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    """Key of the target's noise (design 7), 64 bits. Means nothing at temperature 0."""
+    """Key of the target's noise, 64 bits. Means nothing at temperature 0."""
     draft_sampling: DraftSampling = DraftSampling.METHOD_DEFAULT
 
 

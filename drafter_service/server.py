@@ -28,9 +28,9 @@ from drafter_service.engine import (
     StepResult,
 )
 from drafter_service.sessions import StreamSessions
-from splitspec import serving, telemetry
-from splitspec.checks import refuse_unknown
-from splitspec.errors import Draining, EngineFailed, InvalidArgument
+from splitspec import ITEMS_A_SLOT, serving, telemetry
+from splitspec.checks import check_step
+from splitspec.errors import Draining, EngineFailed
 from splitspec.metrics import ModelServiceMetrics, new_registry
 from splitspec.serving import Lifecycle, ServiceEntry
 from splitspec.v1 import drafter_pb2 as pb
@@ -39,8 +39,6 @@ from splitspec.v1 import drafter_pb2_grpc
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "splitspec.v1.Drafter"
-ITEMS_A_SLOT = 4
-"""A step can release a full house, open another, and extend and draft for it: four items a slot."""
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
@@ -88,7 +86,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
                 request = await self._lifecycle.next_request(context, idle=not len(stream))
                 if request is None:
                     return
-                _check_step(request, last_step, ITEMS_A_SLOT * engine.info.slot_count)
+                check_step(request, last_step, ITEMS_A_SLOT * engine.info.slot_count)
                 last_step = request.step
                 await context.write(await self._run(engine, stream, request))
         finally:
@@ -221,19 +219,6 @@ def _refuse_open(item: Item) -> Item:
         return item
     error = Draining("the drafter is shutting down: it opens no session")
     return RefusedItem(session_id=item.session_id, error=error)
-
-
-def _check_step(request: pb.DrafterRunStepsRequest, last_step: int, max_item_count: int) -> None:
-    """Refuse what no item can be blamed for: it ends the stream.
-
-    Raises:
-        InvalidArgument: the step does not increase, or has more items than sessions can need.
-    """
-    if request.step <= last_step:
-        raise InvalidArgument.of("step", request.step, f"more than {last_step}")
-    if len(request.items) > max_item_count:
-        raise InvalidArgument.of("items", len(request.items), f"at most {max_item_count}")
-    refuse_unknown("request", request)
 
 
 async def serve_drafter(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYLS = (0x9E3779B9, 0xBB67AE85)
@@ -103,9 +102,3 @@ def gumbel_of_words(words: np.ndarray) -> np.ndarray:
 def gumbel_of_word(word: int) -> float:
     """Return the noise of one 32-bit word, by scalar logarithms."""
     return -math.log(-math.log(((word >> 8) + 0.5) * 2.0**-24))
-
-
-def gumbel_noise(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return the noise of `token_ids` at `positions`, [N] float64; CPU tensors as `token_words`."""
-    words = token_words(seed, positions.numpy(), token_ids.numpy())
-    return torch.from_numpy(gumbel_of_words(words))

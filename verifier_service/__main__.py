@@ -6,7 +6,6 @@ The environment is read only here.
 from __future__ import annotations
 
 import logging
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ import typer
 
 from graph_runtime.load import load_target
 from graph_runtime.target import Target
-from splitspec.errors import EngineFailed, UserError
+from splitspec.commands import flag, run_app
 from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
 from splitspec.serving import run_service
 from verifier_service.config import VerifierConfig, parse_tap_layers
@@ -27,21 +26,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 export = typer.Typer(help="Lower a model to an ExecuTorch program.")
 app.add_typer(export, name="export")
 
-
-def _flag(name: str, text: str) -> typer.models.OptionInfo:
-    variable = "SPLITSPEC_" + name.upper().replace("-", "_")
-    option: typer.models.OptionInfo = typer.Option(f"--{name}", help=text, envvar=variable)
-    return option
-
-
-Model = Annotated[str, _flag("model", "A pulled model's name, or an HF-layout folder.")]
-Precision = Annotated[str | None, _flag("precision", "fp32, bf16, 8da8w, ...; by runtime.")]
-CacheDir = Annotated[Path, _flag("cache-dir", "Where models and programs are kept.")]
-SlotCount = Annotated[int, _flag("slot-count", "Sessions that can be open at once.")]
-ContextLength = Annotated[int, _flag("max-context-length", "Most tokens of one session.")]
-PrefillChunk = Annotated[int, _flag("max-prefill-chunk", "Most tokens of one prefill item.")]
-TapLayers = Annotated[str | None, _flag("tap-layers", "Layers of a row, like 1,14,26.")]
-Threads = Annotated[int | None, _flag("threads", "Compute threads.")]
+Model = Annotated[str, flag("model", "A pulled model's name, or an HF-layout folder.")]
+Precision = Annotated[str | None, flag("precision", "fp32, bf16, 8da8w, ...; by runtime.")]
+CacheDir = Annotated[Path, flag("cache-dir", "Where models and programs are kept.")]
+SlotCount = Annotated[int, flag("slot-count", "Sessions that can be open at once.")]
+ContextLength = Annotated[int, flag("max-context-length", "Most tokens of one session.")]
+PrefillChunk = Annotated[int, flag("max-prefill-chunk", "Most tokens of one prefill item.")]
+TapLayers = Annotated[str | None, flag("tap-layers", "Layers of a row, like 1,14,26.")]
+Threads = Annotated[int | None, flag("threads", "Compute threads.")]
 
 
 @app.callback()
@@ -52,27 +44,27 @@ def commands() -> None:
 @app.command()
 def serve(
     model: Model,
-    runtime: Annotated[str, _flag("runtime", "executorch or torch.")] = VerifierConfig.runtime,
+    runtime: Annotated[str, flag("runtime", "executorch or torch.")] = VerifierConfig.runtime,
     precision: Precision = None,
-    device: Annotated[str, _flag("device", "torch: cpu or cuda.")] = VerifierConfig.device,
-    address: Annotated[str, _flag("address", "host:port or unix:/path.")] = VerifierConfig.address,
+    device: Annotated[str, flag("device", "torch: cpu or cuda.")] = VerifierConfig.device,
+    address: Annotated[str, flag("address", "host:port or unix:/path.")] = VerifierConfig.address,
     metrics_address: Annotated[
-        str | None, _flag("metrics-address", "host:port of the Prometheus endpoint.")
+        str | None, flag("metrics-address", "host:port of the Prometheus endpoint.")
     ] = None,
     cache_dir: CacheDir = DEFAULT_CACHE_DIR,
     slot_count: SlotCount = VerifierConfig.slot_count,
     max_context_length: ContextLength = VerifierConfig.max_context_length,
     max_prefill_chunk: PrefillChunk = VerifierConfig.max_prefill_chunk,
     max_draft_count: Annotated[
-        int, _flag("max-draft-count", "Most draft tokens of one window.")
+        int, flag("max-draft-count", "Most draft tokens of one window.")
     ] = VerifierConfig.max_draft_count,
     tap_layers: TapLayers = None,
     threads: Threads = None,
     otlp_endpoint: Annotated[
-        str | None, _flag("otlp-endpoint", "OTLP gRPC endpoint that gets the spans.")
+        str | None, flag("otlp-endpoint", "OTLP gRPC endpoint that gets the spans.")
     ] = None,
     trace_file: Annotated[
-        Path | None, _flag("trace-file", "File that gets one JSON line a span.")
+        Path | None, flag("trace-file", "File that gets one JSON line a span.")
     ] = None,
 ) -> None:
     """Serve the Verifier service until SIGTERM."""
@@ -147,16 +139,8 @@ def _load_target(config: VerifierConfig, folder: Path) -> Target:
 
 
 def main() -> None:
-    """Run the command line: a user's mistake is one line and exit code 2, a fault is 1."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s verifier %(levelname)s %(message)s")
-    try:
-        app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except EngineFailed as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        sys.exit(1)
+    """Run the command line."""
+    run_app(app, "verifier")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitspec.commands import check_range
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
 
@@ -47,12 +48,12 @@ class VerifierConfig:
         if self.runtime not in DEFAULT_PRECISIONS:
             known = " or ".join(DEFAULT_PRECISIONS)
             raise UserError(f"--runtime {self.runtime!r} is not {known}")
-        _check_range("--slot-count", self.slot_count, 1, MAX_SLOT_COUNT)
-        _check_range("--max-context-length", self.max_context_length, 2, MAX_CONTEXT_LENGTH)
-        _check_range("--max-prefill-chunk", self.max_prefill_chunk, 1, MAX_PREFILL_CHUNK)
-        _check_range("--max-draft-count", self.max_draft_count, 0, MAX_DRAFT_COUNT)
+        check_range("--slot-count", self.slot_count, 1, MAX_SLOT_COUNT)
+        check_range("--max-context-length", self.max_context_length, 2, MAX_CONTEXT_LENGTH)
+        check_range("--max-prefill-chunk", self.max_prefill_chunk, 1, MAX_PREFILL_CHUNK)
+        check_range("--max-draft-count", self.max_draft_count, 0, MAX_DRAFT_COUNT)
         if self.threads is not None:
-            _check_range("--threads", self.threads, 1, 1024)
+            check_range("--threads", self.threads, 1, 1024)
 
     @property
     def model_id(self) -> str:
@@ -77,8 +78,3 @@ def parse_tap_layers(value: str | None) -> tuple[int, ...] | None:
     if not all(part.isdecimal() for part in parts):
         raise UserError(f"--tap-layers {value!r} is not a list like 1,14,26")
     return tuple(int(part) for part in parts)
-
-
-def _check_range(flag: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise UserError(f"{flag} {value} is not in {least}..{most}")

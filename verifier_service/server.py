@@ -10,10 +10,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from splitspec import serving, telemetry
+from splitspec import ITEMS_A_SLOT, serving, telemetry
 from splitspec.channels import MAX_MESSAGE_BYTES
-from splitspec.checks import refuse_unknown
-from splitspec.errors import EngineFailed, InvalidArgument, UserError
+from splitspec.checks import check_step
+from splitspec.errors import EngineFailed, UserError
 from splitspec.metrics import new_registry
 from splitspec.serving import Lifecycle, ServiceEntry
 from splitspec.v1 import verifier_pb2 as pb
@@ -29,8 +29,6 @@ from verifier_service.steps import EngineModel, Item, ItemResult, StepResult, Ve
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "splitspec.v1.Verifier"
-ITEMS_A_SLOT = 4
-"""A step can release a full house, open another, and prefill and fork for it: four items a slot."""
 _CLOSE_SECONDS = 5.0
 
 
@@ -85,7 +83,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
                 request = await self._lifecycle.next_request(context, idle=not len(stream))
                 if request is None:
                     return
-                _check_step(request, last_step, ITEMS_A_SLOT * model.slot_count)
+                check_step(request, last_step, ITEMS_A_SLOT * model.slot_count)
                 last_step = request.step
                 await context.write(await self._run(engine, model, stream, request))
         finally:
@@ -160,19 +158,6 @@ def _run_step(
     """Run on the engine's thread; a stream that has ended has nobody left to answer."""
     started_ns = time.perf_counter_ns()
     return started_ns, engine.run_step(stream, () if stream.ended else items, draining=draining)
-
-
-def _check_step(request: pb.VerifierRunStepsRequest, last_step: int, item_limit: int) -> None:
-    """Refuse a step that no item can be blamed for: the stream ends.
-
-    Raises:
-        InvalidArgument: step numbers do not ascend, too many items, or unknown fields.
-    """
-    refuse_unknown("step message", request)
-    if request.step <= last_step:
-        raise InvalidArgument.of("step", request.step, f"above {last_step}, the step before")
-    if len(request.items) > item_limit:
-        raise InvalidArgument.of("items count", len(request.items), f"0..{item_limit}")
 
 
 def _check_message_size(model: EngineModel) -> None:

@@ -1,4 +1,4 @@
-"""Which token the target chooses at each position: one rule for greedy and sampled (design 7).
+"""Which token the target chooses at each position: one rule for greedy and sampled.
 
 Order: temperature -> top-k -> top-p (the crossing token is kept, ties go to the lower id) -> min-p
 -> plus temperature * Gumbel noise -> argmax, lowest id on ties. Temperature 0 is the argmax alone.

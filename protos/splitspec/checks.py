@@ -1,4 +1,4 @@
-"""What every process checks of a message in the same way: unknown fields, sampling parameters."""
+"""What processes check of a message in the same way: unknown fields, steps, sampling parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from splitspec.errors import InvalidArgument
-from splitspec.v1 import sampling_pb2
+from splitspec.v1 import drafter_pb2, sampling_pb2, verifier_pb2
+
+StepRequest = verifier_pb2.VerifierRunStepsRequest | drafter_pb2.DrafterRunStepsRequest
 
 MAX_TEMPERATURE = 100.0
 IMPLEMENTED_SAMPLING = frozenset(("temperature", "top_k", "top_p", "min_p", "seed"))
@@ -39,6 +41,19 @@ def refuse_unknown_within(name: str, message: Message) -> None:
             continue
         for inner in [value] if isinstance(value, Message) else value:
             refuse_unknown_within(f"{name}.{field.name}", inner)
+
+
+def check_step(request: StepRequest, last_step: int, item_limit: int) -> None:
+    """Refuse a step that no item of it can be blamed for; the stream ends.
+
+    Raises:
+        InvalidArgument: step numbers do not ascend, too many items, or unknown fields.
+    """
+    refuse_unknown("request", request)
+    if request.step <= last_step:
+        raise InvalidArgument.of("step", request.step, f"above {last_step}, the step before")
+    if len(request.items) > item_limit:
+        raise InvalidArgument.of("items count", len(request.items), f"0..{item_limit}")
 
 
 def check_sampling(sampling: sampling_pb2.SamplingParameters) -> None:

@@ -12,7 +12,6 @@ class Code(IntEnum):
     """The google.rpc.Code values that splitspec uses."""
 
     INVALID_ARGUMENT = 3
-    DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9

@@ -1,4 +1,4 @@
-"""Traces: span names, attribute keys, and what a process calls to make spans (design 10).
+"""Traces: span names, attribute keys, and what a process calls to make spans.
 
 One trace a request: `splitspec.generate` holds `queue`, `prefill` and, per round, `draft` and
 `verify`; inside those the services' own `drafter.step` and `verifier.step`. The context crosses the
@@ -99,8 +99,8 @@ class Span:
     def fail(self, reason: str, message: str) -> None:
         """Mark the span as failed; `reason` is a SplitspecError's."""
 
-    def end(self, end_ns: int | None = None) -> None:
-        """End the span, now or at `end_ns` (Unix nanoseconds)."""
+    def end(self) -> None:
+        """End the span now."""
 
 
 NO_SPAN: Final = Span()
@@ -118,10 +118,9 @@ class Tracing:
         *,
         parent: str = "",
         attributes: Attributes | None = None,
-        start_ns: int | None = None,
     ) -> Span:
         """Start a span under the traceparent `parent`; empty: the root of a new trace."""
-        del name, parent, attributes, start_ns
+        del name, parent, attributes
         return NO_SPAN
 
     def record(

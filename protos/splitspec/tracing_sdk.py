@@ -49,8 +49,8 @@ class _SdkSpan(Span):
         self._span.set_attribute(KEY_ERROR_REASON, reason)
         self._span.set_status(Status(StatusCode.ERROR, message))
 
-    def end(self, end_ns: int | None = None) -> None:
-        self._span.end(end_ns)
+    def end(self) -> None:
+        self._span.end()
 
 
 class SdkTracing(Tracing):
@@ -84,11 +84,8 @@ class SdkTracing(Tracing):
         *,
         parent: str = "",
         attributes: Attributes | None = None,
-        start_ns: int | None = None,
     ) -> Span:
-        span = self._tracer.start_span(
-            name, context=_context(parent), attributes=attributes, start_time=start_ns
-        )
+        span = self._tracer.start_span(name, context=_context(parent), attributes=attributes)
         return _SdkSpan(span)
 
     def record(

@@ -96,7 +96,7 @@ async def test_a_step_with_more_items_than_slots_can_need_ends_the_stream(tmp_pa
         await call.write(pb.DrafterRunStepsRequest(step=1, items=items))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
-        assert serving.error_from_rpc(caught.value).metadata["field"] == "items"
+        assert serving.error_from_rpc(caught.value).metadata["field"] == "items count"
 
 
 @pytest.mark.parametrize("instant", [True, False])

@@ -9,13 +9,14 @@ import pytest
 
 from splitspec.checks import (
     check_sampling,
+    check_step,
     refuse_unknown,
     refuse_unknown_within,
     require_seed,
     top_p_of,
 )
 from splitspec.errors import InvalidArgument
-from splitspec.v1 import generation_pb2, sampling_pb2
+from splitspec.v1 import drafter_pb2, generation_pb2, sampling_pb2
 
 UNKNOWN = bytes([0xF8, 0x3F, 0x01])  # field 1023, varint 1
 
@@ -71,3 +72,15 @@ def test_unknown_fields_are_found_at_the_top_and_inside() -> None:
         refuse_unknown_within("request", request)
     with pytest.raises(InvalidArgument, match=r"^sampling is .*field 1023"):
         check_sampling(request.sampling)
+
+
+def test_steps_ascend_and_have_at_most_the_items_that_sessions_need() -> None:
+    step = drafter_pb2.DrafterRunStepsRequest(step=4, items=[drafter_pb2.DraftItem()] * 3)
+    check_step(step, 3, 3)
+    with pytest.raises(InvalidArgument, match=r"^step is 4; expected above 4"):
+        check_step(step, 4, 3)
+    with pytest.raises(InvalidArgument, match=r"^items count is 3; expected 0\.\.2"):
+        check_step(step, 3, 2)
+    step.MergeFromString(UNKNOWN)
+    with pytest.raises(InvalidArgument, match="field 1023"):
+        check_step(step, 3, 3)

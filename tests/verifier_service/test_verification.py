@@ -18,7 +18,7 @@ DRAWS = 60_000
 
 
 def reference_law(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    """Return the kept ids and their unnormalised probabilities, by plain loops (design 7)."""
+    """Return the kept ids and their unnormalised probabilities, by plain loops."""
     peak = max(logits)
     scaled = [(value - peak) / sampling.temperature for value in logits]
     order = sorted(range(len(logits)), key=lambda token: (-scaled[token], token))

@@ -1,0 +1,45 @@
+"""How processes are started and end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import typer
+
+from splitspec.commands import check_range, flag, run_app
+from splitspec.errors import EngineFailed, UserError
+
+
+def test_a_flag_is_also_a_variable() -> None:
+    option = flag("slot-count", "Sessions.")
+    assert option.param_decls == ("--slot-count",)
+    assert option.envvar == "SPLITSPEC_SLOT_COUNT"
+
+
+@pytest.mark.parametrize("value", [0, 9, math.nan, math.inf])
+def test_a_value_out_of_range_is_refused_with_the_flag_and_the_range(value: float) -> None:
+    with pytest.raises(UserError, match=r"^--slot-count .* is not in 1\.\.8$"):
+        check_range("--slot-count", value, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UserError("no such model"), 2), (EngineFailed("the device failed"), 1)]
+)
+def test_a_mistake_and_a_fault_are_one_line_and_a_code_each(
+    error: Exception,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("sys.argv", ["process"])
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, "process")
+    assert ended.value.code == code
+    assert capsys.readouterr().err == f"error: {error}\n"
