@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from splitspec.commands import check_range, flag, run_app
 from splitspec.errors import EngineFailed, UserError
 
 
-def test_a_flag_is_also_a_variable() -> None:
-    option = flag("slot-count", "Sessions.")
-    assert option.param_decls == ("--slot-count",)
-    assert option.envvar == "SPLITSPEC_SLOT_COUNT"
+def test_a_flag_is_also_a_variable_and_the_flag_wins() -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def show(slot_count: Annotated[int, flag("slot-count", "Sessions.")] = 8) -> None:
+        print(slot_count)
+
+    def shown(arguments: list[str], variables: dict[str, str]) -> str:
+        return CliRunner().invoke(app, arguments, env=variables).stdout.strip()
+
+    assert shown([], {}) == "8"
+    assert shown([], {"SPLITSPEC_SLOT_COUNT": "3"}) == "3"
+    assert shown(["--slot-count", "5"], {"SPLITSPEC_SLOT_COUNT": "3"}) == "5"
 
 
 @pytest.mark.parametrize("value", [0, 9, math.nan, math.inf])
