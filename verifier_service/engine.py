@@ -6,15 +6,12 @@ of the device, or a broken law, fails the engine for good.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from time import perf_counter_ns
 
 import torch
 
 from graph_runtime.slots import SlotTable
-from graph_runtime.target import Span, SpanOutput, Target
+from graph_runtime.target import Span, Target
 from splitspec.errors import (
     CommittedLengthMismatch,
     ContextFull,
@@ -25,9 +22,9 @@ from splitspec.errors import (
 )
 from splitspec.rows import NO_ROWS, RowFormat
 from splitspec.v1 import rows_pb2
+from verifier_service.packing import Pack, Work
 from verifier_service.sessions import Session, StreamSessions
 from verifier_service.steps import (
-    Committed,
     EngineModel,
     ForkItem,
     Item,
@@ -35,14 +32,11 @@ from verifier_service.steps import (
     ModelItem,
     OpenItem,
     PrefillItem,
-    PrefillOutcome,
     RefusedItem,
     ReleaseItem,
     StepResult,
     VerifyItem,
-    VerifyOutcome,
 )
-from verifier_service.verification import accept, choose
 
 _OFFERED_KINDS = (rows_pb2.ROW_KIND_NONE, rows_pb2.ROW_KIND_RAW_TAPS)
 _ROW_DTYPES = {
@@ -50,32 +44,6 @@ _ROW_DTYPES = {
     torch.bfloat16: rows_pb2.ROW_DTYPE_BFLOAT16,
     torch.float16: rows_pb2.ROW_DTYPE_FLOAT16,
 }
-
-assert sys.byteorder == "little", "rows cross the wire as this machine's own bytes"
-
-
-@dataclass(slots=True)
-class _Work:
-    """A model item that waits for the step's pass."""
-
-    item: ModelItem
-    session: Session
-    result: ItemResult
-    span: Span
-
-
-@dataclass(slots=True)
-class _Pack:
-    """The model items of a step that wait to share a pass, and what the step has cost."""
-
-    works: list[_Work] = field(default_factory=list)
-    modelled: set[int] = field(default_factory=set)
-    """Sessions that have had their model item in this step, run or not."""
-    failed: list[ItemResult] = field(default_factory=list)
-    device_ns: int = 0
-    copy_ns: int = 0
-    pass_count: int = 0
-    row_bytes: int = 0
 
 
 class Engine:
@@ -136,7 +104,7 @@ class Engine:
         """
         if self.failure is not None:
             raise self.failure
-        pack = _Pack()
+        pack = Pack()
         try:
             results = [self._run_item(stream, item, pack, draining) for item in items]
             self._flush(pack)
@@ -159,7 +127,7 @@ class Engine:
             self._slots.give_back(session.slot)
 
     def _run_item(
-        self, stream: StreamSessions, item: Item, pack: _Pack, draining: bool
+        self, stream: StreamSessions, item: Item, pack: Pack, draining: bool
     ) -> ItemResult:
         result = ItemResult(session_id=item.session_id)
         try:
@@ -184,7 +152,7 @@ class Engine:
             pack.failed.append(result)
         return result
 
-    def _open(self, stream: StreamSessions, item: OpenItem | ForkItem, pack: _Pack) -> int:
+    def _open(self, stream: StreamSessions, item: OpenItem | ForkItem, pack: Pack) -> int:
         """Take a slot, copy a fork's prefix into it, and return the committed length."""
         stream.check_new(item.session_id)
         if item.row_kind not in _OFFERED_KINDS:
@@ -211,7 +179,7 @@ class Engine:
         return length
 
     def _pack(
-        self, stream: StreamSessions, item: ModelItem, pack: _Pack, result: ItemResult
+        self, stream: StreamSessions, item: ModelItem, pack: Pack, result: ItemResult
     ) -> None:
         """Check a model item and let it wait for the step's pass."""
         session = stream.get(item.session_id)
@@ -235,7 +203,7 @@ class Engine:
                 expected=limit,
             )
         pack.modelled.add(item.session_id)
-        pack.works.append(_Work(item, session, result, span))
+        pack.works.append(Work(item, session, result, span))
 
     def _span(self, item: ModelItem, session: Session) -> Span:
         """Return the span of a model item, its bounds and token ids checked."""
@@ -276,68 +244,15 @@ class Engine:
             first = next(token_id for token_id in token_ids if token_id >= vocab_size)
             raise InvalidArgument.of(field_name, first, f"ids in [0, {vocab_size})")
 
-    def _flush_before(self, session: Session, pack: _Pack) -> None:
+    def _flush_before(self, session: Session, pack: Pack) -> None:
         """Run what waits if `session` is part of it: its length or slot is about to be used."""
         if any(work.session is session for work in pack.works):
             self._flush(pack)
 
-    def _flush(self, pack: _Pack) -> None:
-        """Run the works that wait in one pass of the target (law L5), and commit their results."""
-        if not pack.works:
-            return
-        works, pack.works = pack.works, []
-        begun = perf_counter_ns()
-        outputs = self._target.step([work.span for work in works])
-        chosen = [_choose(work, output) for work, output in zip(works, outputs, strict=True)]
-        done = perf_counter_ns()
-        pack.device_ns += done - begun
-        pack.pass_count += 1
-        for work, output, token_ids in zip(works, outputs, chosen, strict=True):
-            pack.row_bytes += _commit(work, output, token_ids)
-        pack.copy_ns += perf_counter_ns() - done
-
-
-def _choose(work: _Work, output: SpanOutput) -> list[int]:
-    """Return the target's token after each row whose logits were wanted."""
-    span = work.span
-    assert output.logits.shape[0] == span.logits_count, "the target gave the logits asked for"
-    if span.logits_count == 0:
-        return []
-    # A row computed at position q decides the token at q + 1, and noise goes by the latter.
-    end = span.start + len(span.token_ids) + 1
-    positions = range(end - span.logits_count, end)
-    drafts = work.item.draft_token_ids if isinstance(work.item, VerifyItem) else ()
-    return choose(output.logits, work.session.sampling, positions, drafts)
-
-
-def _commit(work: _Work, output: SpanOutput, chosen: Sequence[int]) -> int:
-    """Advance the session by the rows that stand, fill in the result; return the rows' bytes."""
-    item, session, result = work.item, work.session, work.result
-    start = work.span.start
-    assert session.committed_length == start, "law L1: the window starts at the committed length"
-    if isinstance(item, VerifyItem):
-        accepted_count = accept(item.draft_token_ids, chosen)
-        count = accepted_count + 1
-        assert 1 <= count <= len(item.draft_token_ids) + 1, "law L3"
-    else:
-        count = len(item.token_ids)
-    # Law L6: only committed rows become host bytes.
-    rows = None if output.rows is None else Committed(start=start, data=_bytes(output.rows[:count]))
-    session.committed_length = start + count
-    result.committed_length = session.committed_length
-    if isinstance(item, VerifyItem):
-        result.outcome = VerifyOutcome(
-            accepted_count=accepted_count, bonus_token_id=chosen[accepted_count], rows=rows
-        )
-    else:
-        result.outcome = PrefillOutcome(bonus_token_id=chosen[0] if item.final else None, rows=rows)
-    return len(rows.data) if rows is not None else 0
-
-
-def _bytes(rows: torch.Tensor) -> bytes:
-    """Return rows [n, W] as row-major bytes, copied off their device."""
-    data: bytes = rows.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-    return data
+    def _flush(self, pack: Pack) -> None:
+        """Run what waits."""
+        if pack.works:
+            pack.run(self._target)
 
 
 def _to_failure(error: Exception) -> EngineFailed:
