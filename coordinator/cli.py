@@ -124,7 +124,8 @@ def run(
 def generate(
     prompt: Prompt,
     address: Annotated[
-        str, typer.Option(envvar="SPLITSPEC_ADDRESS", help="A coordinator's address.")
+        # SPLITSPEC_ADDRESS is where a service listens, which need not be where it is reached.
+        str, typer.Option(envvar="SPLITSPEC_COORDINATOR", help="A coordinator's address.")
     ] = "127.0.0.1:7100",
     chat: Chat = True,
     system: System = None,

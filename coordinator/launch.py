@@ -98,11 +98,26 @@ def new_log_dir(cache_dir: Path) -> Path:
     return logs / f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
+def child_environment() -> dict[str, str]:
+    """Return our environment without the variables that stand for a service's flags.
+
+    All services read the same names, so that one SPLITSPEC_METRICS_ADDRESS would make three of
+    them listen on one port. What a child is to know is in its arguments; the cache's place is the
+    one thing that is the same for all.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SPLITSPEC_") or name == "SPLITSPEC_CACHE_DIR"
+    }
+
+
 def _start(command: ServiceCommand, log: Path) -> Child:
     # -P: a folder of the same name where the user happens to stand must not be run instead.
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", *command.arguments],
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

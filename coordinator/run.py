@@ -16,7 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from coordinator.chat import Question, ask, comparison_line, statistics_line
-from coordinator.launch import ServiceCommand, ServiceFailed, new_log_dir, services
+from coordinator.launch import (
+    ServiceCommand,
+    ServiceFailed,
+    child_environment,
+    new_log_dir,
+    services,
+)
 from splitspec.errors import UserError
 from splitspec.folders import model_folder
 
@@ -31,8 +37,9 @@ SERVICE_MODULES = {
     "verifier": "verifier_service",
     "coordinator": "coordinator",
 }
-MAX_SOCKET_DIR_LENGTH = 80
-"""A unix socket's whole path must stay under about 104 bytes."""
+MAX_SOCKET_DIR_LENGTH = 64
+"""A unix socket's whole path has 103 bytes on macOS, and "/splitspec-abcdefgh/coordinator.sock" is
+36 of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,7 @@ def run_prompt(question: Question, config: RunConfig) -> None:
 
     Raises:
         UserError: a user's mistake, also one that a service found.
+        SystemExit: a user's mistake that the model's puller found and told.
         ServiceFailed, AskFailed: a service could not start or answer.
     """
     config = replace(config, model=_prepared_model(config.model, config.cache_dir))
@@ -136,7 +144,12 @@ def _answer(question: Question, config: RunConfig, address: str) -> None:
 def _prepared_model(model: str, cache_dir: Path) -> str:
     """Return what the services call the model; pulls it first when it is not here.
 
-    The puller is a process of its own and shows its progress on standard error.
+    The puller is a process of its own: it shows its progress, or the one line of a user's mistake,
+    on our standard error, and prints one line, the model's folder.
+
+    Raises:
+        SystemExit: a user's mistake, which the puller has told.
+        ServiceFailed: the puller itself failed.
     """
     if _is_here(model, cache_dir):
         return model
@@ -146,13 +159,15 @@ def _prepared_model(model: str, cache_dir: Path) -> str:
         stdout=subprocess.PIPE,
         text=True,
         check=False,
+        env=child_environment(),
     )
     if done.returncode == PULL_USER_ERROR:
-        raise UserError(f"cannot get the model {model!r} (see the line above)")
+        raise SystemExit(PULL_USER_ERROR)
     if done.returncode:
         raise ServiceFailed(f"pulling the model {model!r} failed with status {done.returncode}")
-    # A GGUF file has no name of its own: its converted folder, which the puller prints, stands in.
-    return model if _is_here(model, cache_dir) else done.stdout.strip()
+    (folder,) = done.stdout.splitlines()
+    # A GGUF file has no name of its own: its converted folder stands in.
+    return model if _is_here(model, cache_dir) else folder
 
 
 def _is_here(model: str, cache_dir: Path) -> bool:

@@ -34,7 +34,7 @@ def pull(
     name: Annotated[str, typer.Argument(help="A known name, a .gguf file or a hub name org/name.")],
     cache_dir: CacheDir = DEFAULT_CACHE_DIR,
 ) -> None:
-    """Download and convert a model into the cache."""
+    """Download and convert a model into the cache; prints its folder, and that alone."""
     typer.echo(str(pull_model(name, cache_dir)))
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -276,10 +277,16 @@ def _reason(error: OSError | SafetensorError) -> str:
 
 def _spinner() -> Progress:
     """Return a display for work whose size is not known."""
-    return Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, TimeElapsedColumn(), console=_console())
 
 
 def _bar() -> Progress:
     """Return a display for bytes of a known total."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    return Progress(*columns, TimeElapsedColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=_console())
+
+
+def _console() -> Console:
+    """Return where progress is shown: standard output is for the result alone."""
+    return Console(stderr=True)

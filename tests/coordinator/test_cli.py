@@ -101,6 +101,27 @@ def test_a_service_that_is_not_there_is_one_line_that_names_it(tmp_path: Path) -
     assert done.stderr.count("\n") == 1
 
 
+def test_generate_asks_the_coordinator_that_the_environment_names(
+    generation: FakeGeneration, tmp_path: Path
+) -> None:
+    """SPLITSPEC_ADDRESS is where a service listens: it must not be asked."""
+    variables = {
+        "SPLITSPEC_COORDINATOR": f"unix:{tmp_path}/generation.sock",
+        "SPLITSPEC_ADDRESS": f"unix:{tmp_path}/nobody.sock",
+    }
+    done = subprocess.run(
+        [*SPLITSPEC, "generate", "hello"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, TEXT), done.stderr
+    assert len(generation.requests) == 1
+
+
 def test_an_empty_prompt_is_the_users_mistake(tmp_path: Path) -> None:
     done = generate(tmp_path, "-", typed=" \n")
     assert (done.returncode, done.stderr) == (2, "error: the prompt is empty\n")
@@ -171,6 +192,17 @@ def test_run_starts_three_services_with_the_flags_they_know(tmp_path: Path) -> N
     assert "--drafter" not in without[1].arguments
 
 
+@pytest.mark.parametrize("length", [run.MAX_SOCKET_DIR_LENGTH, run.MAX_SOCKET_DIR_LENGTH + 1, 200])
+def test_the_longest_socket_path_is_one_that_every_system_takes(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a temporary folder of 72 characters made paths of 108, which Linux refuses."""
+    monkeypatch.setattr(run.tempfile, "gettempdir", lambda: "/" + "t" * (length - 1))
+    folder = Path(run._socket_parent() or run.tempfile.gettempdir()) / "splitspec-abcdefgh"
+    paths = [command.address for command in service_commands(config(tmp_path), folder)]
+    assert max(len(path.removeprefix("unix:")) for path in paths) <= 103
+
+
 def test_run_streams_an_answer_compares_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,8 +226,9 @@ def test_a_model_that_cannot_be_had_is_the_users_mistake(
 ) -> None:
     done = subprocess.CompletedProcess([], run.PULL_USER_ERROR, stdout="")
     monkeypatch.setattr(run.subprocess, "run", lambda *_, **__: done)
-    with pytest.raises(UserError, match="cannot get the model 'tiny'"):
+    with pytest.raises(SystemExit) as ended:  # the puller has said why
         run.run_prompt(Question(prompt="hello"), config(tmp_path))
+    assert ended.value.code == 2
 
 
 def test_a_comparison_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -52,6 +52,19 @@ def test_services_serve_inside_the_block_and_are_gone_after_it(tmp_path: Path) -
     assert [child.process.returncode for child in children] == [-signal.SIGTERM] * 2
 
 
+def test_a_child_gets_the_environment_without_the_services_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPLITSPEC_METRICS_ADDRESS", "127.0.0.1:9100")
+    monkeypatch.setenv("SPLITSPEC_CACHE_DIR", "/cache")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://index")
+    environment = launch.child_environment()
+    assert [name for name in environment if name.startswith("SPLITSPEC_")] == [
+        "SPLITSPEC_CACHE_DIR"
+    ]
+    assert environment["PIP_INDEX_URL"] == "http://index"
+
+
 def test_a_child_that_ignores_sigterm_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

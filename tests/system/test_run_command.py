@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.graph_runtime.tiny_gguf import write_tiny_gguf
 from tests.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -23,9 +25,15 @@ def command(tmp_path: Path) -> list[str]:
     return [*run, "--runtime", "torch", "--threads", "1", "--cache-dir", str(tmp_path / "cache")]
 
 
-def environment(tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which the sockets lie under `tmp_path`, so they can be counted."""
-    return {**os.environ, "TMPDIR": str(tmp_path)}
+@pytest.fixture
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a temporary folder for the sockets, so that they can be counted; its path is short."""
+    return tmp_path_factory.mktemp("s")
+
+
+def environment(sockets: Path) -> dict[str, str]:
+    """Return an environment in which temporary files lie under `sockets`."""
+    return {**os.environ, "TMPDIR": str(sockets)}
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -41,7 +49,9 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_run_answers_compares_traces_and_leaves_nothing(command: list[str], tmp_path: Path) -> None:
+def test_run_answers_compares_traces_and_leaves_nothing(
+    command: list[str], tmp_path: Path, sockets: Path
+) -> None:
     trace_file = tmp_path / "spans.jsonl"
     flags = ["--max-tokens", "24", "--compare", "--seed", "3", "--temperature", "0.7"]
     done = subprocess.run(
@@ -50,7 +60,7 @@ def test_run_answers_compares_traces_and_leaves_nothing(command: list[str], tmp_
         text=True,
         timeout=240,
         cwd=ROOT,
-        env=environment(tmp_path),
+        env=environment(sockets),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -60,19 +70,80 @@ def test_run_answers_compares_traces_and_leaves_nothing(command: list[str], tmp_
     spans = [json.loads(line) for line in trace_file.read_text().splitlines()]
     assert len({span["trace_id"] for span in spans}) == 2, "one trace a request"
     assert processes_of(tmp_path) == []
-    assert list(tmp_path.glob("splitspec-*")) == []
+    assert list(sockets.glob("splitspec-*")) == []
+
+
+def test_run_converts_a_gguf_file_shows_the_progress_and_answers(
+    tmp_path: Path, sockets: Path
+) -> None:
+    """Guards: the puller's progress bar was taken for the name of the model."""
+    write_tiny_gguf(tmp_path / "t.gguf", write_tiny_model(tmp_path / "tiny"))
+    run = [sys.executable, "-m", "coordinator.cli", "run", "--model", str(tmp_path / "t.gguf")]
+    flags = ["--runtime", "torch", "--threads", "1", "--cache-dir", str(tmp_path / "cache")]
+    done = subprocess.run(
+        [*run, *flags, "--max-tokens", "8", "--raw", "one two three"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env=environment(sockets),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "convert t.gguf" in done.stderr
+    assert "convert" not in done.stdout
+    assert "tokens 8" in done.stderr
+
+
+def test_variables_of_services_reach_none_of_runs_children(
+    command: list[str], sockets: Path
+) -> None:
+    """Guards: all three services took the one SPLITSPEC_METRICS_ADDRESS, "in use" for two."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        in_use = f"127.0.0.1:{taken.getsockname()[1]}"
+        services = {"METRICS_ADDRESS": in_use, "ADDRESS": in_use, "SLOT_COUNT": "0", "MODEL": "no"}
+        variables = {f"SPLITSPEC_{name}": value for name, value in services.items()}
+        done = subprocess.run(
+            [*command, "--max-tokens", "4", "--raw", "one two three"],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=ROOT,
+            env={**environment(sockets), **variables},
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("model", ["nothing", "gone.gguf"])
+def test_a_model_that_cannot_be_had_is_one_line(model: str, tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "coordinator.cli", "run", "--model", model]
+    done = subprocess.run(
+        [*run, "--cache-dir", str(tmp_path), "hello"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert model in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_in_the_middle_of_an_answer_ends_everything(
-    command: list[str], tmp_path: Path
+    command: list[str], tmp_path: Path, sockets: Path
 ) -> None:
     with subprocess.Popen(
         [*command, "--raw", "one two three one two"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=ROOT,
-        env=environment(tmp_path),
+        env=environment(sockets),
         start_new_session=True,
     ) as running:
         assert running.stdout is not None
@@ -82,4 +153,4 @@ def test_ctrl_c_in_the_middle_of_an_answer_ends_everything(
     assert running.returncode == 130, errors
     assert b"Traceback" not in errors
     assert processes_of(tmp_path) == []
-    assert list(tmp_path.glob("splitspec-*")) == []
+    assert list(sockets.glob("splitspec-*")) == []
