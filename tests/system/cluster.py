@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,58 @@ from splitspec.v1 import generation_pb2_grpc
 ROOT = Path(__file__).parents[2]
 START_LIMIT_SECONDS = 300.0
 CALL_LIMIT_SECONDS = 120.0
+WAIT_LIMIT_SECONDS = 60.0
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Wait until `holds()`; `what` says what is waited for."""
+    limit = time.monotonic() + WAIT_LIMIT_SECONDS
+    while not holds():
+        assert time.monotonic() < limit, f"waited in vain: {what}"
+        time.sleep(0.01)
+
+
+def free_address() -> str:
+    """Return a TCP address whose port was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def scrape(metrics_address: str) -> dict[str, float]:
+    """Return a process's metrics by name and labels."""
+    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=20) as page:
+        lines = page.read().decode().splitlines()
+    samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Holds the passes of a verifier that was started gated; see tests/gated_verifier.py."""
+
+    folder: Path
+
+    def hold(self, position: int) -> None:
+        """Let no pass begin that starts at `position` or beyond."""
+        # Renamed into place: the verifier never reads half a number.
+        (self.folder / "next").write_text(str(position))
+        (self.folder / "next").rename(self.folder / "hold")
+
+    def wait_held(self, position: int) -> None:
+        """Wait until a pass waits at `position`."""
+        held = self.folder / "held"
+        wait_until(lambda: held.exists() and held.read_text() == str(position), f"pass {position}")
+
+    def open(self) -> None:
+        """Let everything through."""
+        (self.folder / "held").unlink(missing_ok=True)
+        (self.folder / "fault").unlink(missing_ok=True)
+        (self.folder / "hold").unlink(missing_ok=True)
+
+    def fail(self) -> None:
+        """Break the device in the pass that is held."""
+        (self.folder / "fault").touch()
 
 
 @dataclass
@@ -39,6 +94,19 @@ class Answer:
 
 
 @dataclass
+class Answering:
+    """A request that runs, and its answer once it is over."""
+
+    answer: Answer | None = None
+
+    @property
+    def result(self) -> Answer:
+        """Return the answer."""
+        assert self.answer is not None
+        return self.answer
+
+
+@dataclass
 class Cluster:
     """A verifier, a coordinator, and any number of drafters; `coordinator-NAME` talks to `NAME`."""
 
@@ -46,6 +114,8 @@ class Cluster:
     model: Path
     verifier_flags: list[str]
     cache_dir: Path
+    gated: bool = False
+    """Whether the verifier's passes can be held; see `gate`."""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     commands: dict[str, list[str]] = field(default_factory=dict)
     channels: dict[str, grpc.Channel] = field(default_factory=dict)
@@ -54,10 +124,20 @@ class Cluster:
         """Return the socket that the process `name` serves on."""
         return f"unix:{self.folder}/{name}.sock"
 
+    @property
+    def gate(self) -> Gate:
+        """Return what holds the verifier's passes."""
+        assert self.gated
+        return Gate(self.folder / "gate")
+
     def start_verifier(self, name: str = "verifier") -> None:
         """Start the verifier and wait until it serves."""
         flags = ["--model", str(self.model), "--cache-dir", str(self.cache_dir)]
-        command = [sys.executable, "-m", "verifier_service", "serve", *flags, *self.verifier_flags]
+        module = ["-m", "verifier_service"]
+        if self.gated:
+            self.gate.folder.mkdir(exist_ok=True)
+            module = [str(ROOT / "tests" / "gated_verifier.py"), str(self.gate.folder)]
+        command = [sys.executable, *module, "serve", *flags, *self.verifier_flags]
         self.start(name, [*command, "--address", self.address(name)])
 
     def start_ngram(self, name: str = "ngram", *flags: str) -> None:
@@ -66,7 +146,7 @@ class Cluster:
         self.start(name, [*command, "--address", self.address(name), *flags])
 
     def start_fake_drafter(
-        self, kind: str, continuations: dict[tuple[int, ...], list[int]]
+        self, kind: str, continuations: dict[tuple[int, ...], list[int]], *flags: str
     ) -> None:
         """Start a drafter that knows the true continuations and drafts as `kind` says."""
         file = self.folder / f"{kind}.json"
@@ -74,7 +154,8 @@ class Cluster:
             json.dumps([{"prompt": list(k), "tokens": v} for k, v in continuations.items()])
         )
         command = [sys.executable, str(ROOT / "tests" / "drafters.py"), "--kind", kind]
-        self.start(kind, [*command, "--continuations", str(file), "--address", self.address(kind)])
+        command += ["--continuations", str(file), *flags]
+        self.start(kind, [*command, "--address", self.address(kind)])
 
     def start_coordinator(self, drafter: str | None, *flags: str) -> str:
         """Start a coordinator for `drafter` (None: target-only) and return its name."""
@@ -108,6 +189,12 @@ class Cluster:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+    def ended(self, name: str) -> int:
+        """Wait until a process ends by itself; return its exit code."""
+        code = self.processes[name].wait(WAIT_LIMIT_SECONDS)
+        del self.processes[name]
+        return code
+
     def log(self, name: str) -> str:
         """Return what the process has printed."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -132,6 +219,29 @@ class Cluster:
             time.sleep(0.05)
         raise TimeoutError(f"{name} does not serve: {self.log(name)[-2000:]}")
 
+    def wait_not_serving(self, name: str) -> None:
+        """Wait until a process that drains says NOT_SERVING, or takes no new connection."""
+        stub = health_pb2_grpc.HealthStub(self.channel(name))
+
+        def serves() -> bool:
+            try:
+                reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            except grpc.RpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE:
+                    raise
+                return False
+            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+        wait_until(lambda: not serves(), f"{name} not serving")
+
+    def wait_drafter(self, coordinator: str, *, connected: bool) -> None:
+        """Wait until the coordinator has a drafter, or knows that it has lost it."""
+        stub = self.stub(coordinator)
+        wait_until(
+            lambda: bool(stub.GetModel(pb.GenerationGetModelRequest()).draft_method) == connected,
+            f"drafter connected: {connected}",
+        )
+
     def stub(self, coordinator: str) -> generation_pb2_grpc.GenerationStub:
         """Return a client of a coordinator."""
         return generation_pb2_grpc.GenerationStub(self.channel(coordinator))
@@ -152,6 +262,23 @@ class Cluster:
                 return Answer(ids, "".join(text), reply.finish)
         raise AssertionError("the stream ended without a finish")
 
+    @contextmanager
+    def answering(self, coordinator: str, hold: int, **fields: Any) -> Iterator[Answering]:
+        """Run a request whose pass at position `hold` waits while the block runs.
+
+        The answer is there after the block.
+        """
+        answering = Answering()
+        with ThreadPoolExecutor(1) as pool:
+            self.gate.hold(hold)
+            try:
+                future = pool.submit(self.generate, coordinator, **fields)
+                self.gate.wait_held(hold)
+                yield answering
+            finally:
+                self.gate.open()
+            answering.answer = future.result()
+
     def close(self) -> None:
         """End everything."""
         for channel in self.channels.values():
@@ -161,10 +288,10 @@ class Cluster:
 
 
 def running_cluster(
-    folder: Path, model: Path, verifier_flags: list[str], cache_dir: Path
+    folder: Path, model: Path, verifier_flags: list[str], cache_dir: Path, *, gated: bool = False
 ) -> Iterator[Cluster]:
     """Yield a cluster with a verifier and the ngram drafter; end it whatever happens."""
-    cluster = Cluster(folder, model, verifier_flags, cache_dir)
+    cluster = Cluster(folder, model, verifier_flags, cache_dir, gated)
     try:
         cluster.start_verifier()
         cluster.start_ngram()
