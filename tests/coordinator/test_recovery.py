@@ -73,7 +73,7 @@ async def test_l4_the_drafter_may_be_lost_at_any_step(how: str, wants_rows: bool
 async def _until(holds: Any) -> None:
     async with asyncio.timeout(5):
         while not holds():
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("wants_rows", [False, True])
@@ -190,6 +190,27 @@ async def test_lengths_that_disagree_are_replayed_once_and_fail_the_second_time(
         await s.settle()
 
 
+async def test_a_device_fault_of_the_verifier_is_replayed_and_a_lasting_one_is_engine_failed() -> (
+    None
+):
+    async with stand(drafter="coin-flip") as s:
+        for i in range(2, LONGEST):
+            s.verifier.faults = {s.verifier.step_count + i: EngineFailed("device lost")}
+            answer = await s.generate(**REQUEST)
+            check(answer)
+            if not s.verifier.faults:
+                assert answer.statistics.replay_count == 1
+            s.verifier.faults = {}
+            await s.settle()
+        start = s.verifier.step_count
+        s.verifier.faults = {start + i: EngineFailed("device lost") for i in range(1, 100)}
+        error = await refused(s, **REQUEST)
+        assert (error.reason, error.message) == ("ENGINE_FAILED", "device lost")
+        s.verifier.faults = {}
+        await s.settle()
+        check(await s.generate(**REQUEST))
+
+
 async def test_an_item_that_always_kills_the_verifier_fails_its_request_alone() -> None:
     async with stand(drafter="coin-flip") as s:
         start = s.verifier.step_count
@@ -234,18 +255,19 @@ async def test_one_bad_session_never_harms_another(error: SplitspecError) -> Non
 
         async def one(i: int) -> Any:
             try:
-                return await s.generate(prompt=[5 + i, 6], max_tokens=TOKENS)
+                return await s.generate(prompt=[5 + i, 6], max_tokens=60)
             except grpc.aio.AioRpcError as failure:
                 return error_from_rpc(failure).reason
 
         work = [asyncio.create_task(one(i)) for i in range(8)]
-        await asyncio.sleep(0.02)
+        await _until(lambda: s.verifier.session_count == 8)
         s.verifier.faults = {s.verifier.step_count + 2: error}
         for i, outcome in enumerate(await asyncio.gather(*work)):
             if isinstance(outcome, Answer):
-                assert outcome.token_ids == continuation([5 + i, 6], None, TOKENS)
+                assert outcome.token_ids == continuation([5 + i, 6], None, 60)
             else:
                 assert outcome == error.reason == "INVALID_ARGUMENT"
+        assert not s.verifier.faults, "the fault came too late"
         await s.settle()
 
 

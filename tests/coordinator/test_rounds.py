@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.sessions import Session
 from splitspec.v1 import generation_pb2 as pb
 from tests.coordinator.fakes.stand import PROMPT, Stand, stand
 from tests.coordinator.fakes.target import continuation
@@ -132,3 +133,49 @@ async def test_times_and_lengths_of_a_request_are_filled() -> None:
         parts = (times.draft, times.verify, times.wire, times.coordinator)
         assert sum(part.ToMicroseconds() for part in parts) <= total
         assert times.wire.ToMicroseconds() > 0
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+    """Return the coordinator's own sessions, which hold the rounds' total time."""
+    made: list[Session] = []
+
+    def session(**fields: Any) -> Session:
+        made.append(Session(**fields))
+        return made[-1]
+
+    monkeypatch.setattr("coordinator.server.Session", session)
+    return made
+
+
+@pytest.mark.parametrize("wants_rows", [False, True])
+async def test_the_four_parts_of_the_rounds_time_add_up_and_the_wire_has_both_round_trips(
+    wants_rows: bool, sessions: list[Session]
+) -> None:
+    async with stand(wants_rows=wants_rows) as s:
+        assert s.drafter is not None
+        # Of each step, 4 ms (6 ms) are service and the rest of the 10 ms is wire.
+        for peer, service_seconds in ((s.drafter, 0.004), (s.verifier, 0.006)):
+            peer.step_seconds, peer.service_seconds = 0.01, service_seconds
+        statistics = (await s.generate(max_tokens=33, draft_count=3)).statistics
+    (session,) = sessions
+    times = statistics.round_times
+    drafted_rounds = statistics.round_count - statistics.target_only_round_count
+    assert (statistics.round_count, drafted_rounds) == (8, 8)
+    seconds = [
+        part.ToNanoseconds() / 1e9
+        for part in (times.draft, times.verify, times.wire, times.coordinator)
+    ]
+    assert min(seconds) > 0
+    assert sum(seconds) == pytest.approx(session.times.total, abs=4e-9)
+    assert seconds[:2] == pytest.approx([8 * 0.004, 8 * 0.006], abs=1e-8)
+    assert seconds[2] >= 8 * (0.006 + 0.004) - 0.004  # a timer may be early by a little
+
+
+async def test_times_and_lengths_of_a_request_without_a_drafter_have_no_draft_time() -> None:
+    async with stand(drafter=None) as s:
+        s.verifier.step_seconds, s.verifier.service_seconds = 0.003, 0.001
+        times = (await s.generate(max_tokens=9)).statistics.round_times
+        assert times.draft.ToNanoseconds() == 0
+        assert times.verify.ToNanoseconds() == pytest.approx(8e6, abs=10)
+        assert times.wire.ToNanoseconds() > 8e6

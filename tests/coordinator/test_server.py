@@ -62,16 +62,20 @@ async def test_a_prompt_without_room_is_context_full() -> None:
         assert "128" in message
 
 
-async def test_a_full_queue_is_resource_exhausted_and_says_when_to_retry() -> None:
-    async with stand(verifier_model={"slot_count": 1}, queue_limit=1) as s:
-        s.verifier.step_seconds = 0.01
+async def test_a_full_queue_is_resource_exhausted_and_says_when_to_retry(
+    unused_tcp_port: int,
+) -> None:
+    metrics = f"127.0.0.1:{unused_tcp_port}"
+    async with stand(verifier_model={"slot_count": 1}, queue_limit=1, metrics_address=metrics) as s:
+        s.verifier.gate.clear()
         running = asyncio.create_task(s.generate(max_tokens=50, draft_count=0))
-        await asyncio.sleep(0.1)
+        await s.wait_metric("num_requests_running", 1)
         waiting = asyncio.create_task(s.generate(max_tokens=2))
-        await asyncio.sleep(0.05)
+        await s.wait_metric("num_requests_waiting", 1)
         code, reason, _, kinds = await _refused(s, max_tokens=2)
         assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert "RetryInfo" in kinds
+        s.verifier.gate.set()
         assert (await running).token_ids == continuation(PROMPT, None, 50)
         assert (await waiting).token_ids == continuation(PROMPT, None, 2)
 
@@ -126,12 +130,19 @@ async def test_without_a_verifier_calls_are_unavailable_and_health_says_so() -> 
 
 async def test_a_drain_finishes_what_runs_and_takes_nothing_new() -> None:
     async with stand() as s:
-        s.verifier.step_seconds = 0.01
-        running = asyncio.create_task(s.generate(max_tokens=60, draft_count=0))
-        await asyncio.sleep(0.2)
+        begun = asyncio.Event()
+
+        def hold(_: int) -> None:
+            if not begun.is_set():
+                s.verifier.gate.clear()
+                begun.set()
+
+        running = asyncio.create_task(s.generate(hold, max_tokens=60, draft_count=0))
+        await asyncio.wait_for(begun.wait(), 10)
         s.lifecycle.drain()
         code, reason, _, _ = await _refused(s, max_tokens=1)
         assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        s.verifier.gate.set()
         assert (await running).token_ids == continuation(PROMPT, None, 60)
         await asyncio.wait_for(s.serving, 5)
 
@@ -220,17 +231,20 @@ async def test_text_and_ids_add_up_and_a_slow_reader_holds_no_slot() -> None:
         assert text == _text(s).tokenizer.decode(ids)
 
 
-async def test_waiting_requests_that_are_cancelled_leave_the_queue() -> None:
-    async with stand(verifier_model={"slot_count": 1}, queue_limit=2) as s:
-        s.verifier.step_seconds = 0.01
+async def test_waiting_requests_that_are_cancelled_leave_the_queue(unused_tcp_port: int) -> None:
+    metrics = f"127.0.0.1:{unused_tcp_port}"
+    async with stand(verifier_model={"slot_count": 1}, queue_limit=2, metrics_address=metrics) as s:
+        s.verifier.gate.clear()
         running = asyncio.create_task(s.generate(max_tokens=60, draft_count=0))
-        await asyncio.sleep(0.1)
+        await s.wait_metric("num_requests_running", 1)
         calls = [s.stub.Generate(request(max_tokens=2)) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        await s.wait_metric("num_requests_waiting", 2)
         for call in calls:
             call.cancel()
-        await asyncio.sleep(0.1)
+        await s.wait_metric("num_requests_waiting", 0)
         again = [asyncio.create_task(s.generate(max_tokens=2)) for _ in range(2)]
+        await s.wait_metric("num_requests_waiting", 2)
+        s.verifier.gate.set()
         for task in again:
             assert (await task).token_ids == continuation(PROMPT, None, 2)
         await running
@@ -244,25 +258,29 @@ async def test_two_thousand_hostile_requests_leave_it_healthy() -> None:
     async with stand(drafter="coin-flip") as s:
         raw = s.channel.unary_stream("/splitspec.v1.Generation/Generate")
         chance = random.Random(1)
-        good = asyncio.create_task(_keep_generating(s))
+        over = asyncio.Event()
+        good = asyncio.create_task(_keep_generating(s, over))
         outcomes: set[grpc.StatusCode] = set()
         for _ in range(40):
             work = [_send(raw, _hostile(chance)) for _ in range(50)]
             outcomes.update(await asyncio.gather(*work))
         assert outcomes <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OK}
         assert grpc.StatusCode.INVALID_ARGUMENT in outcomes
-        assert await good >= 1
+        over.set()
+        assert await good > 1
         assert await s.serves()
         await s.settle()
 
 
-async def _keep_generating(s: Stand) -> int:
-    """Generate beside the hostile calls; the answers must not change."""
+async def _keep_generating(s: Stand, over: asyncio.Event) -> int:
+    """Generate beside the hostile calls until they are over; the answers must not change."""
     expected = continuation(PROMPT, 3, 40)
-    for _ in range(20):
+    count = 0
+    while not over.is_set():
         answer = await s.generate(max_tokens=40, sampling={"temperature": 1.0, "seed": 3})
         assert answer.token_ids == expected
-    return 20
+        count += 1
+    return count
 
 
 async def _send(raw: Any, data: bytes) -> grpc.StatusCode:

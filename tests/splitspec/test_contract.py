@@ -93,6 +93,20 @@ def test_everything_in_the_protos_has_a_comment(
     assert len(names) > 150
 
 
+def _fields(message: descriptor_pb2.DescriptorProto) -> list[str]:
+    nested = [name for inner in message.nested_type for name in _fields(inner)]
+    return [field.name for field in message.field] + nested
+
+
+def test_fields_are_counts_not_num_and_use_the_glossarys_words(
+    files: list[descriptor_pb2.FileDescriptorProto],
+) -> None:
+    names = [name for file in files for message in file.message_type for name in _fields(message)]
+    assert len(names) > 100
+    assert [name for name in names if name.startswith("num_")] == []
+    assert set(names) & {"acc_len", "accept_len", "bs", "batch_size", "block_size"} == set()
+
+
 def test_the_first_value_of_every_enum_is_unspecified(
     files: list[descriptor_pb2.FileDescriptorProto],
 ) -> None:

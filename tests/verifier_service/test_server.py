@@ -275,16 +275,25 @@ async def test_replies_carry_timings_and_metrics_count_passes_bytes_and_slots(
 
 
 async def test_a_traced_item_gets_a_span_with_device_time_in_its_own_trace(tmp_path: Path) -> None:
-    traces = [f"00-{n:032x}-{n:016x}-01" for n in (1, 2)]
     file = Path(tmp_path) / "spans.jsonl"
     async with serving(tmp_path, trace_file=file) as service, stream_of(service) as stream:
-        items = [opening(1), opening(2), opening(3)]
-        items[0].traceparent, items[1].traceparent = traces
+        bonuses = [await stream.start(number, [number]) for number in (1, 2, 3)]
+        items = [window(number, 1, bonuses[number - 1]) for number in (1, 2, 3)]
+        items[0].traceparent, items[1].traceparent = (f"00-{n:032x}-{n:016x}-01" for n in (1, 2))
         items[2].traceparent = "nonsense"
         await stream.run(*items)
     spans = [json.loads(line) for line in file.read_text().splitlines()]
-    steps = [span for span in spans if span["name"] == "verifier.step"]
-    mine = {n: [s for s in steps if f"{n:032x}" in json.dumps(s)] for n in (1, 2)}
-    assert len(mine[1]) >= 1
-    assert len(mine[2]) >= 1
-    assert all("splitspec.step.device_seconds" in json.dumps(span) for span in steps)
+    assert [span["name"] for span in spans] == ["verifier.step"] * 2
+    assert [span["trace_id"] for span in spans] == [f"{n:032x}" for n in (1, 2)]
+    assert [span["parent_id"] for span in spans] == [f"{n:016x}" for n in (1, 2)]
+    # One step served both: each links the other's request.
+    assert [span["links"] for span in spans] == [
+        [{"trace_id": f"{n:032x}", "span_id": f"{n:016x}"}] for n in (2, 1)
+    ]
+    for number, span in enumerate(spans, start=1):
+        attributes = span["attributes"]
+        assert attributes["splitspec.action"] == "verify"
+        assert attributes["splitspec.session"] == str(number)
+        assert attributes["splitspec.step.item_count"] == 3
+        device_seconds = attributes["splitspec.step.device_seconds"]
+        assert 0 < device_seconds <= (span["end_ns"] - span["start_ns"]) / 1e9 + 1e-6

@@ -39,6 +39,11 @@ class Peer:
         self.faults: dict[int, Any] = {}
         self.revive_seconds: float | None = 0.05
         self.step_seconds = 0.0
+        self.service_seconds = 0.0
+        """What the peer says that a step took inside it."""
+        self.gate = asyncio.Event()
+        """Steps wait while it is not set."""
+        self.gate.set()
         self.step_count = 0
         self.held: dict[Any, dict[int, Any]] = {}
         """Sessions by stream."""
@@ -102,10 +107,12 @@ class Peer:
                     return
                 if fault in ("die", "hang"):
                     await asyncio.sleep(3600)
+                await self.gate.wait()
                 if self.step_seconds:
                     await asyncio.sleep(self.step_seconds)
                 error = fault if isinstance(fault, Exception) else None
                 reply = self.run(self.held[stream], request, error)
+                reply.timings.device.FromNanoseconds(round(self.service_seconds * 1e9))
                 if fault == "die after":
                     self.die()
                     await asyncio.sleep(3600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Stand:
     channel: grpc.aio.Channel
     lifecycle: Lifecycle
     serving: asyncio.Task[None]
+    metrics_address: str | None = None
 
     @property
     def stub(self) -> GenerationStub:
@@ -84,6 +86,18 @@ class Stand:
         async with asyncio.timeout(5):
             while await self.serves() != serving:
                 await asyncio.sleep(0.01)
+
+    async def wait_metric(self, name: str, value: float) -> None:
+        """Wait until the coordinator, which has a metrics address, reports `value`."""
+
+        def reported() -> float:
+            with urllib.request.urlopen(f"http://{self.metrics_address}/metrics") as page:
+                lines = page.read().decode().splitlines()
+            return float(next(s.split()[1] for s in lines if s.startswith(f"{name} ")))
+
+        async with asyncio.timeout(10):
+            while await asyncio.to_thread(reported) != value:
+                await asyncio.sleep(0.005)
 
     async def settle(self, seconds: float = 1.0) -> None:
         """Wait until no slot is held at either peer (law L7)."""
@@ -152,8 +166,18 @@ async def stand(
                 waiting.cancel()
                 if serving.done():
                     serving.result()
-                yield Stand(folder, fake_verifier, fake_drafter, channel, lifecycle, serving)
+                metrics_address = config.get("metrics_address")
+                yield Stand(
+                    folder,
+                    fake_verifier,
+                    fake_drafter,
+                    channel,
+                    lifecycle,
+                    serving,
+                    metrics_address,
+                )
         finally:
+            fake_verifier.gate.set()
             lifecycle.drain()
             await asyncio.wait({serving}, timeout=10)
             if fake_drafter is not None:
