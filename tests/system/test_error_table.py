@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,9 @@ from splitspec.v1 import generation_pb2 as pb
 from splitspec.v1 import verifier_pb2 as vpb
 from splitspec.v1.rows_pb2 import ROW_KIND_NONE
 from splitspec.v1.verifier_pb2_grpc import VerifierStub
-from tests.system.cluster import ROOT, Cluster
+from tests.system.cluster import ROOT, Cluster, free_address, scrape, wait_until
 
+METRICS = free_address()
 VERIFIER = ["--runtime", "torch", "--precision", "fp32", "--max-context-length", "128"]
 
 
@@ -31,7 +35,8 @@ def small(
 ) -> Iterator[Cluster]:
     """Run a verifier with one slot and a coordinator whose waiting room holds one request."""
     folder = tmp_path_factory.mktemp("e")
-    cluster = Cluster(folder, tiny_model, [*VERIFIER, "--slot-count", "1"], program_cache)
+    flags = [*VERIFIER, "--slot-count", "1"]
+    cluster = Cluster(folder, tiny_model, flags, program_cache, gated=True)
     try:
         cluster.start_verifier()
         cluster.start_ngram()
@@ -43,8 +48,14 @@ def small(
 
 def _refused(cluster: Cluster, **fields: Any) -> tuple[grpc.StatusCode, str, str, list[Any]]:
     """Return code, reason, message and all details of a request that must be refused."""
+    return _refused_by(cluster, "coordinator-ngram", **fields)
+
+
+def _refused_by(
+    cluster: Cluster, coordinator: str, **fields: Any
+) -> tuple[grpc.StatusCode, str, str, list[Any]]:
     with pytest.raises(grpc.RpcError) as caught:
-        cluster.generate("coordinator-ngram", **fields)
+        cluster.generate(coordinator, **fields)
     return _status(caught.value)
 
 
@@ -133,42 +144,46 @@ def test_lengths_that_disagree_are_refused_and_the_session_goes_on(small: Cluste
     assert replies[2].results[0].committed_length == 3
 
 
-def test_no_free_slot_and_queue_full_say_when_to_retry(small: Cluster) -> None:
-    stub = small.stub("coordinator-ngram")
-    long = pb.GenerateRequest(text="a", max_tokens=100, ignore_eos=True)
-    opened = vpb.VerifyItem(
-        session=9,
-        committed_length=0,
-        open=vpb.OpenSession(sampling={}, row_kind=ROW_KIND_NONE),
+def test_a_full_queue_is_QUEUE_FULL_and_says_when_to_retry(small: Cluster) -> None:
+    name = small.start_coordinator(None, "--queue-limit", "1", "--metrics-address", METRICS)
+    request: dict[str, Any] = {"text": "a", "max_tokens": 100, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool, small.answering(name, 50, **request) as running:
+        waiting = pool.submit(small.generate, name, **request)
+        wait_until(lambda: scrape(METRICS)["num_requests_waiting"] == 1, "one request in the queue")
+        code, reason, _, details = _refused_by(small, name, text="b")
+        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert any(d.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for d in details)
+        small.gate.open()
+        assert waiting.result().finish.reason == pb.FINISH_REASON_LENGTH
+    assert running.result.token_ids == waiting.result().token_ids
+    small.kill(name)
+
+
+def test_a_slot_that_another_coordinator_keeps_is_NO_FREE_SLOT_and_says_when_to_retry(
+    small: Cluster,
+) -> None:
+    name = small.start_coordinator(None, "--queue-seconds", "1")
+    opened = vpb.OpenSession(sampling={}, row_kind=ROW_KIND_NONE)
+    step = vpb.VerifierRunStepsRequest(
+        step=1, items=[vpb.VerifyItem(session=9, committed_length=0, open=opened)]
     )
-    hold = threading.Event()
+    done = threading.Event()
 
     def requests() -> Iterator[vpb.VerifierRunStepsRequest]:
-        yield vpb.VerifierRunStepsRequest(step=1, items=[opened])
-        hold.wait(20)
+        yield step
+        done.wait(60)
 
-    # Another coordinator holds the only slot: our request waits, the next one fills the queue.
-    replies = VerifierStub(small.channel("verifier")).RunSteps(requests(), timeout=30)
-    assert not next(replies).results[0].HasField("error")
-    waiting = [stub.Generate(long, timeout=30) for _ in range(2)]
+    replies = VerifierStub(small.channel("verifier")).RunSteps(requests(), timeout=60)
     try:
-        refused: list[grpc.RpcError] = []
-        for _ in range(4):
-            try:
-                list(stub.Generate(pb.GenerateRequest(text="b", max_tokens=1), timeout=2))
-            except grpc.RpcError as error:
-                refused.append(error)
-        full = [e for e in refused if e.code() == grpc.StatusCode.RESOURCE_EXHAUSTED]
-        assert full, refused
-        _code, reason, _, details = _status(full[0])
-        assert reason in ("QUEUE_FULL", "NO_FREE_SLOT")
+        assert not next(replies).results[0].HasField("error")
+        code, reason, _, details = _refused_by(small, name, text="b")
+        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_FREE_SLOT")
         assert any(d.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for d in details)
     finally:
-        hold.set()
-        outcomes = [list(call) for call in waiting[:1]]
-        for call in waiting[1:]:
-            call.cancel()
-    assert outcomes[0][-1].finish.reason == pb.FINISH_REASON_LENGTH
+        done.set()
+    assert list(replies) == []
+    assert small.generate(name, text="b", max_tokens=3, ignore_eos=True).token_ids
+    small.kill(name)
 
 
 def test_a_verifier_that_is_not_there_is_unavailable(tiny_model: Path, tmp_path: Path) -> None:
@@ -194,17 +209,66 @@ def test_a_verifier_that_is_not_there_is_unavailable(tiny_model: Path, tmp_path:
 
 def test_sigterm_drains_the_answer_ends_and_new_requests_are_refused(small: Cluster) -> None:
     name = "coordinator-ngram"
-    stub = small.stub(name)
-    request = pb.GenerateRequest(text="a", max_tokens=110, ignore_eos=True, draft_count=0)
-    call = stub.Generate(request, timeout=60)
-    next(call)
-    process = small.processes[name]
-    process.send_signal(signal.SIGTERM)
-    assert list(call)[-1].finish.reason == pb.FINISH_REASON_LENGTH
-    assert process.wait(20) == 0
-    del small.processes[name]
+    request: dict[str, Any] = {"text": "a", "max_tokens": 110, "ignore_eos": True, "draft_count": 0}
+    with small.answering(name, 40, **request) as running:
+        small.processes[name].send_signal(signal.SIGTERM)
+        small.wait_not_serving(name)
+        code, reason, _, _ = _refused_by(small, name, text="b")
+        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert running.result.finish.reason == pb.FINISH_REASON_LENGTH
+    assert len(running.result.token_ids) == 110
+    assert small.ended(name) == 0
     small.restart(name)
     assert small.generate(name, text="a", max_tokens=3, ignore_eos=True).token_ids
+
+
+def _last_line_of_a_start(cluster: Cluster, model: Path, drafter: str | None) -> str:
+    """Return the last line of a coordinator that must refuse to start with exit code 2."""
+    command = [sys.executable, "-m", "coordinator", "serve", "--model", str(model)]
+    command += ["--verifier", cluster.address("verifier")]
+    command += ["--address", cluster.address("refused")]
+    if drafter is not None:
+        command += ["--drafter", cluster.address(drafter)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    return lines[-1]
+
+
+def test_MODEL_MISMATCH_another_tokenizer_is_one_line_with_both_hashes(
+    small: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    tokenizer = (tiny_model / "tokenizer.json").read_bytes()
+    (other / "tokenizer.json").write_bytes(tokenizer + b"\n")
+    hashes = [hashlib.sha256(content).hexdigest() for content in (tokenizer, tokenizer + b"\n")]
+    line = _last_line_of_a_start(small, other, None)
+    assert "tokenizer_hash" in line
+    assert all(value in line for value in hashes)
+
+
+def test_MODEL_MISMATCH_a_drafter_that_wants_other_rows_is_one_line_with_both_widths(
+    small: Cluster,
+) -> None:
+    model = VerifierStub(small.channel("verifier")).GetModel(vpb.VerifierGetModelRequest())
+    taps = ",".join(map(str, model.tap_layers))
+    width = 64 * len(model.tap_layers)
+    small.start_fake_drafter("rows", {}, "--tap-layers", taps, "--row-width", str(width + 1))
+    line = _last_line_of_a_start(small, small.model, "rows")
+    assert "row_width" in line
+    assert str(width) in line
+    assert str(width + 1) in line
+    other = next(layer for layer in range(4) if layer not in model.tap_layers)
+    small.kill("rows")
+    small.start_fake_drafter("rows", {}, "--tap-layers", str(other), "--row-width", str(width))
+    line = _last_line_of_a_start(small, small.model, "rows")
+    assert "tap_layers" in line
+    assert str([other]) in line
+    assert str(list(model.tap_layers)) in line
+    small.kill("rows")
 
 
 def test_an_address_in_use_is_one_line(small: Cluster, tiny_model: Path) -> None:
