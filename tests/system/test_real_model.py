@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from splitspec.errors import UserError
-from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
+from tests.conftest import RealModel
 from tests.system.cluster import Cluster, running_cluster
 
 pytestmark = pytest.mark.real_model
@@ -22,14 +20,12 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def real_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cache = Path(DEFAULT_CACHE_DIR).expanduser()
-    try:
-        folder = model_folder("smollm2-135m", cache)
-    except UserError:
-        pytest.skip("smollm2-135m is not pulled; run: splitspec model pull smollm2-135m")
+def real_cluster(
+    real_model: RealModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    folder, cache_dir = real_model.folder, real_model.cache_dir
     flags = ["--max-context-length", "1024", "--threads", "2"]
-    for cluster in running_cluster(tmp_path_factory.mktemp("r"), folder, flags, cache):
+    for cluster in running_cluster(tmp_path_factory.mktemp("r"), folder, flags, cache_dir):
         cluster.start_coordinator(None)
         cluster.start_coordinator("ngram")
         yield cluster

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from graph_runtime.target import Span, Target
-from splitspec.folders import DEFAULT_CACHE_DIR, models_dir
+from tests.conftest import RealModel
 from tests.graph_runtime.programs.conftest import CHUNK, CONTEXT, LoadProgram, MakeModel
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -183,15 +182,13 @@ def test_the_target_says_what_it_is(
 
 
 @pytest.mark.real_model
-def test_l4_holds_over_all_layers_of_the_real_model(load_program: LoadProgram) -> None:
-    cache = Path(os.environ.get("SPLITSPEC_CACHE_DIR", DEFAULT_CACHE_DIR)).expanduser()
-    folder = models_dir(cache) / "smollm2-135m"
-    if not (folder / "config.json").is_file():
-        pytest.skip("smollm2-135m is not pulled: splitspec model pull smollm2-135m")
+def test_l4_holds_over_all_layers_of_the_real_model(
+    load_program: LoadProgram, real_model: RealModel
+) -> None:
     target = load_program(
-        folder,
+        real_model.folder,
         "8da8w",
-        cache_dir=cache,
+        cache_dir=real_model.cache_dir,
         tap_layers=None,
         max_context_length=1024,
         max_prefill_chunk=128,
