@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,21 +85,22 @@ def model_hash(folder: Path, cache_dir: Path) -> str:
     """Return the SHA-256 of config.json and the weights, as hex.
 
     Hashing reads every byte, so the result is kept in `cache_dir` for files that have not changed
-    since (path, size and modification time).
+    since: same path, size, inode, and times of modification and change.
     """
     files = [folder / "config.json", *weight_files(folder)]
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
-    cached = cache_dir.expanduser() / "hashes" / key
-    if cached.is_file():
-        return cached.read_text(encoding="ascii")
+    state = _state(files)
+    cached = cache_dir.expanduser() / "hashes" / hashlib.sha256(state.encode()).hexdigest()
+    known = _recall(cached)
+    if known is not None:
+        return known
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
             for block in iter(lambda: file.read(1 << 20), b""):
                 digest.update(block)
-    _remember(cached, digest.hexdigest())
+    if _state(files) == state:  # nobody wrote to them meanwhile
+        _remember(cached, digest.hexdigest())
     return digest.hexdigest()
 
 
@@ -137,6 +139,26 @@ def _copy(path: Path, name: str, tensor: torch.Tensor, parameter: torch.Tensor) 
         raise UserError(f"{path}: tensor {name} is {tensor.dtype}; expected floating point")
     with torch.no_grad():
         parameter.copy_(tensor)
+
+
+def _state(files: list[Path]) -> str:
+    """Return what changes whenever a file's content does.
+
+    Archives and `cp -p` set the modification time of what they write; nothing sets the other two.
+    """
+    stats = [(path.resolve(), path.stat()) for path in files]
+    return json.dumps(
+        [(str(p), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for p, s in stats]
+    )
+
+
+def _recall(path: Path) -> str | None:
+    """Return a hash that `_remember` wrote; None where there is none, or it is damaged."""
+    try:
+        text = path.read_bytes().decode("ascii", errors="replace")
+    except OSError:
+        return None
+    return text if re.fullmatch("[0-9a-f]{64}", text) else None
 
 
 def _remember(path: Path, text: str) -> None:

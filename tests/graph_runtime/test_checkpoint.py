@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,36 @@ def test_a_remembered_hash_is_used_and_a_read_only_cache_is_no_error(tmp_path: P
     assert model_hash(folder, cache) == first
     (tmp_path / "file").write_text("")
     assert model_hash(folder, tmp_path / "file") == first
+
+
+@pytest.mark.parametrize("how", ["renamed over it", "written into it"])
+def test_a_model_replaced_with_the_same_size_and_time_is_hashed_anew(
+    how: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path / "m", seed=1)
+    other = write_tiny_model(tmp_path / "other", seed=2)
+    for path in (folder / WEIGHTS, other / WEIGHTS):
+        os.utime(path, ns=(0, 0))
+    cache = tmp_path / "cache"
+    first = model_hash(folder, cache)
+    time.sleep(0.02)  # a change time counts in the kernel's ticks
+    if how == "renamed over it":
+        (other / WEIGHTS).replace(folder / WEIGHTS)
+    else:
+        (folder / WEIGHTS).write_bytes((other / WEIGHTS).read_bytes())
+        os.utime(folder / WEIGHTS, ns=(0, 0))
+    assert model_hash(folder, cache) != first
+    assert model_hash(folder, cache) == model_hash(folder, tmp_path / "empty cache")
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 64, b"F" * 64, b"0" * 63, b"0" * 64 + b"\n"])
+def test_a_damaged_remembered_hash_is_computed_again(damage: bytes, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    first = model_hash(folder, tmp_path)
+    (remembered,) = (tmp_path / "hashes").iterdir()
+    remembered.write_bytes(damage)
+    assert model_hash(folder, tmp_path) == first
+    assert remembered.read_text() == first
 
 
 def test_a_folder_without_a_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
