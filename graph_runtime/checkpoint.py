@@ -32,7 +32,7 @@ def load_weights(decoder: nn.Module, folder: Path, *, tied: bool) -> None:
 
     Raises:
         UserError: no safetensors, a corrupt file, or a tensor that is missing, unexpected or of
-            another shape: named, with both shapes.
+            another shape: named, with both shapes; or that holds a NaN or an infinity.
     """
     wanted: dict[str, torch.Tensor] = {
         _stored_name(name): parameter for name, parameter in decoder.named_parameters()
@@ -139,6 +139,10 @@ def _copy(path: Path, name: str, tensor: torch.Tensor, parameter: torch.Tensor) 
         raise UserError(f"{path}: tensor {name} is {tensor.dtype}; expected floating point")
     with torch.no_grad():
         parameter.copy_(tensor)
+        # One pass over what was just written: NaN and infinities show in the extremes.
+        extremes = torch.stack(torch.aminmax(parameter))
+    if not extremes.isfinite().all():
+        raise UserError(f"{path}: tensor {name} holds values that are not finite")
 
 
 def _state(files: list[Path]) -> str:

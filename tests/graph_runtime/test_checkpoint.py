@@ -111,6 +111,19 @@ def test_an_integer_tensor_is_refused(tmp_path: Path) -> None:
         decoder_of(folder)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_that_is_not_finite_is_refused_and_its_tensor_named(
+    value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    weight = load_file(folder / WEIGHTS)[K_PROJ]
+    weight[5, 3] = value
+    rewrite(folder, **{K_PROJ: weight})
+    with pytest.raises(UserError, match=f"tensor {K_PROJ} holds values that are not finite"):
+        decoder_of(folder, dtype)
+
+
 def test_a_tied_model_may_store_its_head_if_it_is_the_embedding(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "m")
     embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
