@@ -1,7 +1,7 @@
 """Run steps: check items against sessions, pack their spans, verify, commit by length. No gRPC.
 
-One bad item fails alone, with its session as it was before; the others of the step go on. A fault
-of the device, or a broken law, fails the engine for good.
+One bad item fails alone, with its session as it was before; the others of the step go on. So does
+one whose logits are not finite. A fault of the device, or a broken law, fails the engine for good.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from splitspec.errors import (
     EngineFailed,
     InvalidArgument,
     SplitspecError,
+    UserError,
 )
 from splitspec.rows import NO_ROWS, RowFormat
 from splitspec.v1 import rows_pb2
@@ -88,11 +89,20 @@ class Engine:
         return self._slots.used_count
 
     def warm_up(self) -> None:
-        """Run the widest window and a chunk once, so that no session pays for first-time work."""
+        """Run the widest window and a chunk once, so that no session pays for first-time work.
+
+        Raises:
+            UserError: the target's logits are not finite: it can serve nobody.
+        """
         info = self._info
         widths = (info.max_prefill_chunk, self._max_draft_count + 1)
         for width in sorted({max(1, min(w, info.max_context_length)) for w in widths}):
-            self._target.step([_warm_span(width)])
+            (output,) = self._target.step([_warm_span(width)])
+            if not output.logits.isfinite().all():
+                raise UserError(
+                    f"model {info.model_id} gives logits that are not finite: its weights are "
+                    f"broken, or overflow at {info.precision}"
+                )
 
     def run_step(
         self, stream: StreamSessions, items: Sequence[Item], *, draining: bool = False

@@ -10,6 +10,7 @@ from time import perf_counter_ns
 import torch
 
 from graph_runtime.target import Span, SpanOutput, Target
+from splitspec.errors import NonFiniteLogits
 from verifier_service.sessions import Session
 from verifier_service.steps import (
     Committed,
@@ -52,17 +53,32 @@ class Pack:
         works, self.works = self.works, []
         begun = perf_counter_ns()
         outputs = target.step([work.span for work in works])
-        chosen = [_choose(work, output) for work, output in zip(works, outputs, strict=True)]
+        pairs = zip(works, outputs, strict=True)
+        chosen = [(work, output, self._choose(work, output)) for work, output in pairs]
         done = perf_counter_ns()
         self.device_ns += done - begun
         self.pass_count += 1
-        for work, output, token_ids in zip(works, outputs, chosen, strict=True):
-            self.row_bytes += _commit(work, output, token_ids)
+        for work, output, token_ids in chosen:
+            if token_ids is not None:
+                self.row_bytes += _commit(work, output, token_ids)
         self.copy_ns += perf_counter_ns() - done
+
+    def _choose(self, work: Work, output: SpanOutput) -> list[int] | None:
+        """Return the chosen tokens; None where the item has failed alone and commits nothing."""
+        try:
+            return _choose(work, output)
+        except NonFiniteLogits as error:
+            work.result.error = error
+            self.failed.append(work.result)
+            return None
 
 
 def _choose(work: Work, output: SpanOutput) -> list[int]:
-    """Return the target's token after each row whose logits were wanted."""
+    """Return the target's token after each row whose logits were wanted.
+
+    Raises:
+        NonFiniteLogits: a row has no largest finite logit.
+    """
     span = work.span
     assert output.logits.shape[0] == span.logits_count, "the target gave the logits asked for"
     if span.logits_count == 0:

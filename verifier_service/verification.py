@@ -23,7 +23,7 @@ from graph_runtime.noise import (
     token_words,
 )
 from splitspec.checks import check_sampling_ranges
-from splitspec.errors import EngineFailed, InvalidArgument
+from splitspec.errors import InvalidArgument, NonFiniteLogits
 
 _SPANS = (*(4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0), GUMBEL_SPAN)
 """How far below the peak truncation looks for its borders, step by step: sorting costs most."""
@@ -78,7 +78,7 @@ def choose(
         draft_token_ids: at most T.
 
     Raises:
-        EngineFailed: a row has no largest finite logit (NaN, +inf, or nothing but -inf).
+        NonFiniteLogits: a row has no largest finite logit (NaN, +inf, or nothing but -inf).
     """
     # NOTE: numpy on the host, a tenth of the time of torch's own CPU kernels. From another device
     # this is a copy of [T, V] logits, which law L6 forbids: such a target brings its own kernel.
@@ -86,7 +86,11 @@ def choose(
     largest = rows.argmax(axis=1)  # the first NaN, or the first of equals: lowest id on ties
     peaks = rows[np.arange(len(rows)), largest]
     if not np.isfinite(peaks).all():
-        raise EngineFailed(f"the target's largest logits are {peaks[:8]} at {list(positions)[:8]}")
+        row = int(np.isfinite(peaks).argmin())
+        raise NonFiniteLogits(
+            f"the target's largest logit for position {positions[row]} is {peaks[row]}",
+            position=positions[row],
+        )
     if sampling.temperature == 0.0 or sampling.top_k == 1:
         token_ids: list[int] = largest.tolist()
         return token_ids

@@ -120,6 +120,17 @@ class EngineFailed(SplitspecError):
     reason = "ENGINE_FAILED"
 
 
+class NonFiniteLogits(SplitspecError):
+    """The target has no finite largest logit for this item: its weights overflow on these tokens.
+
+    The item fails alone, with its session as it was. A replay would fail in the same way, so the
+    coordinator fails the request.
+    """
+
+    code = Code.INTERNAL
+    reason = "NON_FINITE_LOGITS"
+
+
 def _leaves(cls: type[SplitspecError]) -> list[type[SplitspecError]]:
     return [leaf for sub in cls.__subclasses__() for leaf in [sub, *_leaves(sub)]]
 

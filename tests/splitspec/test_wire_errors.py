@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from splitspec import errors, serving
@@ -84,6 +85,7 @@ def test_the_tree_is_the_one_of_the_error_table() -> None:
         "NOT_READY",
         "DRAINING",
         "ENGINE_FAILED",
+        "NON_FINITE_LOGITS",
     }
 
 
@@ -185,6 +187,31 @@ async def test_a_peer_that_is_not_there_is_not_ready(tmp_path: Path) -> None:
         error = serving.error_from_rpc(await _unary_error(GenerationStub(channel)))
     assert isinstance(error, NotReady)
     assert "unreachable" in error.message
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        b"\xff",
+        status_pb2.Status(
+            code=9,
+            details=[
+                any_pb2.Any(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff")
+            ],
+        ).SerializeToString(),
+    ],
+    ids=["status", "detail"],
+)
+def test_details_that_are_undecodable_leave_grpcs_own_code(details: bytes) -> None:
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", details))
+    for code, reason in (
+        (grpc.StatusCode.UNAVAILABLE, "NOT_READY"),
+        (grpc.StatusCode.DATA_LOSS, "DATA_LOSS"),
+    ):
+        error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, "no")
+        back = serving.error_from_rpc(error)
+        assert back.reason == reason
+        assert "no" in back.message
 
 
 def test_a_reason_from_the_future_keeps_its_name_and_code() -> None:

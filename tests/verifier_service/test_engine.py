@@ -17,8 +17,10 @@ from splitspec.errors import (
     EngineFailed,
     InvalidArgument,
     NoFreeSlot,
+    NonFiniteLogits,
     SessionNotFound,
     SplitspecError,
+    UserError,
 )
 from splitspec.v1 import rows_pb2
 from tests.fakes import FakeTarget
@@ -397,16 +399,53 @@ def test_a_draining_engine_opens_nothing_and_finishes_what_is_open() -> None:
     assert step.results[2].error is None
 
 
-@pytest.mark.parametrize("fault", [RuntimeError("device lost"), MemoryError("no memory"), None])
-def test_a_device_fault_or_nan_fails_the_engine_for_good(fault: Exception | None) -> None:
+@pytest.mark.parametrize("fault", [RuntimeError("device lost"), MemoryError("no memory")])
+def test_a_device_fault_fails_the_engine_for_good(fault: Exception) -> None:
     rig = Rig()
     bonus = rig.start(1, [1, 2])
-    rig.target.fault, rig.target.nan = fault, fault is None
+    rig.target.fault = fault
     with pytest.raises(EngineFailed):
         rig.run(window(1, 2, bonus))
-    rig.target.fault, rig.target.nan = None, False
+    rig.target.fault = None
     with pytest.raises(EngineFailed):
         rig.run(opening(2))
+
+
+class Overflowing(FakeTarget):
+    """Its logits are NaN wherever the token 13 was run."""
+
+    def step(self, spans: Sequence[Span]) -> list[SpanOutput]:
+        outputs = super().step(spans)
+        return [
+            SpanOutput(logits=o.logits * (float("nan") if 13 in s.token_ids else 1), rows=o.rows)
+            for s, o in zip(spans, outputs, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    "bad", [window(1, 4, 13), window(1, 4, 1, [2, 13]), prefill(1, 4, [5, 13], final=True)]
+)
+def test_an_item_whose_logits_are_not_finite_fails_alone_and_changes_nothing(bad: Item) -> None:
+    rig = Rig(Overflowing())
+    bonus = rig.start(1, [1, 2, 3, 4])
+    rig.start(2, [4, 3])
+    truth = continuation(rig.target, [4, 3], 2)
+    failed, good = rig.run(bad, window(2, 2, truth[0])).results
+    assert isinstance(failed.error, NonFiniteLogits)
+    assert (failed.committed_length, failed.outcome) == (4, None)
+    assert verified(good).bonus_token_id == truth[1]
+    # The session goes on where it was, and the engine opens new ones.
+    after = continuation(rig.target, [1, 2, 3, 4], 2)
+    assert bonus == after[0]
+    assert verified(rig.one(window(1, 4, bonus))).bonus_token_id == after[1]
+    assert rig.start(3, [9]) == continuation(rig.target, [9], 1)[0]
+
+
+def test_a_target_whose_warm_up_logits_are_not_finite_is_never_served() -> None:
+    rig = Rig()
+    rig.target.nan = True
+    with pytest.raises(UserError, match="model fake gives logits that are not finite"):
+        rig.engine.warm_up()
 
 
 def test_a_target_that_gives_other_logits_than_asked_for_is_an_engine_failure() -> None:

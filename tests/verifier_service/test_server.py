@@ -208,18 +208,14 @@ async def test_several_streams_are_independent(tmp_path: Path) -> None:
         await service.until_slots(0)
 
 
-@pytest.mark.parametrize("fault", ["raises", "nan"])
-async def test_ENGINE_FAILED_ends_every_stream_health_and_the_process(
-    tmp_path: Path, fault: str
-) -> None:
+async def test_ENGINE_FAILED_ends_every_stream_health_and_the_process(tmp_path: Path) -> None:
     async with serving(tmp_path) as service, stream_of(service) as other:
         await other.start(1, [1])
         watch = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == SERVING
         async with stream_of(service) as stream:
             bonus = await stream.start(1, [1, 2])
-            service.target.nan = fault == "nan"
-            service.target.fault = RuntimeError("device lost") if fault == "raises" else None
+            service.target.fault = RuntimeError("device lost")
             await stream.send(window(1, 2, bonus))
             assert await reason_of(stream.call.read()) == "ENGINE_FAILED"
             assert await stream.status() == grpc.StatusCode.INTERNAL
@@ -230,6 +226,21 @@ async def test_ENGINE_FAILED_ends_every_stream_health_and_the_process(
         async with asyncio.timeout(5):
             await asyncio.wait([service.task])
         assert service.task.exception() is service.lifecycle.failure
+
+
+async def test_NON_FINITE_LOGITS_fail_the_item_and_neither_its_stream_nor_the_process(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as service, stream_of(service) as stream:
+        bonus = await stream.start(1, [1, 2])
+        service.target.nan = True
+        (bad,) = await stream.run(window(1, 2, bonus))
+        assert (bad.error.code, bad.error.reason) == (13, "NON_FINITE_LOGITS")
+        assert bad.committed_length == 2
+        service.target.nan = False
+        (good,) = await stream.run(window(1, 2, bonus))
+        assert good.verify.bonus_token_id == continuation(service.target, [1, 2], 2)[1]
+        assert await service.health() == SERVING
 
 
 async def test_DRAINING_refuses_opens_and_finishes_what_is_open(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitspec.errors import EngineFailed, InvalidArgument
+from splitspec.errors import InvalidArgument, NonFiniteLogits
 from tests.graph_runtime.test_noise import reference_noise
 from verifier_service.verification import Sampling, accept, choose
 
@@ -197,15 +197,16 @@ def test_V1_the_empirical_law_of_60_000_draws_is_the_truncated_softmax(
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_an_engine_failure(bad: float, temperature: float) -> None:
+def test_logits_that_are_no_numbers_name_their_position(bad: float, temperature: float) -> None:
     logits = torch.zeros(3, 10)
     logits[1, 4] = bad
-    with pytest.raises(EngineFailed):
-        choose(logits, Sampling(temperature=temperature), [0, 1, 2])
+    with pytest.raises(NonFiniteLogits, match="position 8 is") as caught:
+        choose(logits, Sampling(temperature=temperature), [7, 8, 9])
+    assert caught.value.metadata == {"position": "8"}
 
 
-def test_a_row_of_nothing_but_minus_infinity_is_an_engine_failure() -> None:
-    with pytest.raises(EngineFailed):
+def test_a_row_of_nothing_but_minus_infinity_has_no_choice() -> None:
+    with pytest.raises(NonFiniteLogits):
         choose(torch.full((1, 4), -math.inf), Sampling(), [0])
 
 
