@@ -55,7 +55,7 @@ clean:
 
 # A stamp newer than pyproject.toml means that nothing has to be installed again.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "installing splitspec into $(VENV) (once; about a minute on a fast network)"
+	@echo "installing splitspec into $(VENV) (once; a minute or two)"
 	@$(call install_torch)
 	$(BIN)/python -m pip install -e '.[cpu]'
 	@touch $@

@@ -30,18 +30,24 @@ START_SECONDS = 120
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[docker.DockerClient]:
+    client, problem = None, None
     try:
         client = docker.from_env(timeout=600)
         client.ping()
     except DockerException as error:
-        pytest.skip(f"no container engine answers: {error}")
-    yield client
-    client.close()
+        problem = str(error)
+    if problem is None:
+        yield client
+    if client is not None:
+        client.close()
     with warnings.catch_warnings():
-        # NOTE: the SDK leaves sockets of streams that have ended to the garbage collector, whose
-        # warning would fail whatever test runs then.
+        # NOTE: the SDK leaves sockets of ended streams and of failed connections to the garbage
+        # collector, whose warning would fail whatever test runs then.
         warnings.simplefilter("ignore", ResourceWarning)
+        del client
         gc.collect()
+    if problem is not None:
+        pytest.skip(f"no container engine answers: {problem}")
 
 
 @pytest.fixture(scope="module")
