@@ -93,14 +93,25 @@ def test_l4_speculative_tokens_and_text_equal_target_only(
         assert sum((i + 1) * n for i, n in enumerate(counts)) == MAX_TOKENS - 1
         drafted += statistics.draft_token_count
         accepted += statistics.accepted_token_count
-    if drafter != "ngram":
-        assert drafted > 0
+        _check_round_times(statistics)
+    assert drafted > 0
     if drafter == "right":
         assert accepted == drafted
     if drafter == "wrong":
         assert accepted == 0
     if drafter == "coin-flip":
         assert 0 < accepted < drafted
+
+
+def _check_round_times(statistics: pb.GenerationStatistics) -> None:
+    """Where a drafter took part in every kind of time, none is nothing, and they fit the total."""
+    times = statistics.round_times
+    parts = [times.draft, times.verify, times.wire, times.coordinator]
+    nanoseconds = [part.ToNanoseconds() for part in parts]
+    if statistics.draft_token_count:
+        assert min(nanoseconds) > 0, times
+    rounds_total = statistics.total_time.ToNanoseconds()
+    assert sum(nanoseconds) <= rounds_total - statistics.time_to_first_token.ToNanoseconds()
 
 
 def test_the_three_samplings_give_different_texts(served: tuple[Cluster, list[Case]]) -> None:
