@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PROMPT ?= Write a short list of five facts about the Moon, then repeat the list word for word.
+PROMPT ?= Rewrite this text and correct the spelling: The litle boat saild across the blue see. The old captain stood at the weel and sang a song about the wind. At nite the stars came out, and the litle boat saild back to the harbor.
 
 # One pin, in pyproject.toml: executorch is built against one torch.
 TORCH := $(shell sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
