@@ -32,7 +32,7 @@ class SlotCache:
 
     C grows with the session, so that a short one costs neither the memory nor the attention of a
     long one, and `step` is handed the whole tensors without a copy. What lies beyond the committed
-    positions is finite and masked; it is never cleared.
+    positions is masked, which takes finite values: only after a step that overflowed is it cleared.
     """
 
     def __init__(self, metadata: ProgramMetadata) -> None:
@@ -41,6 +41,16 @@ class SlotCache:
         self.capacity = 0
         self.tensors: list[torch.Tensor] = []
         """K of every layer, then V of every layer."""
+        self.overflowed = False
+        """Whether a step since position 0 may have left values that are not finite."""
+
+    def clear_from(self, position: int) -> None:
+        """Make what lies at `position` and beyond finite again: NaN shows through any mask."""
+        if not self.overflowed:
+            return
+        for tensor in self.tensors:
+            tensor[:, position:] = 0
+        self.overflowed = position > 0
 
     def reserve(self, positions: int, kept: int) -> None:
         """Make room for `positions`, keeping those in [0, kept).
@@ -66,8 +76,10 @@ class SlotCache:
     def copy_from(self, other: SlotCache, length: int) -> None:
         """Copy positions [0, length) of `other`."""
         self.reserve(max(length, 1), kept=0)
+        self.clear_from(0)
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             mine[:, :length] = theirs[:, :length]
+        self.overflowed = other.overflowed
 
 
 class ProgramTarget:
@@ -111,10 +123,12 @@ class ProgramTarget:
         padding = max(MIN_ROWS - count, 0)
         slot = self._slots[span.slot]
         slot.reserve(end + padding, kept=span.start)
+        slot.clear_from(span.start)
         tokens = torch.tensor([*span.token_ids, *span.token_ids[:padding]])
         positions = torch.arange(span.start, end + padding)
         masks = self._masks(positions, slot.capacity)
         hidden, rows = self._step_method.execute([tokens, positions, *masks, *slot.tensors])
+        slot.overflowed |= not bool(hidden.isfinite().all())
         wanted = hidden[count - span.logits_count : count]
         return SpanOutput(
             logits=self._logits(wanted), rows=rows[:count] if span.wants_rows else None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from graph_runtime.target import Span, Target
@@ -110,6 +111,38 @@ def test_l4_rejected_rows_leave_no_trace(make_model: MakeModel, load_program: Lo
         run(target, 1, start, [tokens[start], *wrong[start : start + 7]])
         found = run(target, 1, start, tokens[start : start + 5])
         assert torch.equal(found, wanted[start : start + 5]), start
+
+
+def overflow_on(folder: Path, token_id: int) -> Path:
+    """Make the first layer overflow where it sees `token_id`; all weights stay finite."""
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[:, 0] = 0
+    embedding[token_id, 0] = 100
+    tensors["model.layers.0.input_layernorm.weight"][0] = 1e38
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("precision", ["fp32", "8da8w"])
+def test_l4_a_step_that_overflowed_leaves_no_trace(
+    precision: str, make_model: MakeModel, load_program: LoadProgram
+) -> None:
+    target = load_program(overflow_on(make_model(tied=False), 299), precision)
+    tokens = [token % 299 for token in tokens_of(40)]
+    wanted = run_all(target, 0, tokens, itertools.repeat(10))
+    assert wanted.isfinite().all()
+    # A window that is not committed; then the same session goes on.
+    run_all(target, 1, tokens[:10], itertools.repeat(10))
+    assert not run(target, 1, 10, [tokens[10], 299, *tokens[:20]]).isfinite().all()
+    assert torch.equal(run(target, 1, 10, tokens[10:13]), wanted[10:13])
+    # A session that ends, and another that takes its slot, or forks into it.
+    for copied in (0, 20):
+        assert not run(target, 1, 0, [*tokens[:30], 299]).isfinite().all()
+        if copied:
+            target.copy_prefix(0, 1, copied)
+        found = run(target, 1, copied, tokens[copied : copied + 5])
+        assert torch.equal(found, wanted[copied : copied + 5])
 
 
 def test_sessions_of_one_step_do_not_touch_each_other(
