@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import duration_pb2
@@ -151,23 +151,38 @@ class StepLink:
         backoff = self._limits.backoff_seconds
         while True:
             epoch = self.epoch
-            try:
-                await self._connect_and_run()
-            except grpc.aio.AioRpcError as error:
-                problem: SplitspecError = error_from_rpc(error)
-            except SplitspecError as error:
-                problem = error
-            except TimeoutError:
-                problem = LinkLost(f"no answer within {self._limits.step_seconds:g} s")
-            except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
-                problem = LinkLost(str(error))  # gRPC: the call ended before a write
-            self._lose(problem)
+            self._lose(await self._run_until_lost())
             if self.epoch != epoch:
                 backoff = self._limits.backoff_seconds
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._limits.max_backoff_seconds)
 
-    async def _connect_and_run(self) -> None:
+    async def _run_until_lost(self) -> SplitspecError:
+        """Connect and run steps; return what ended that, whatever it was.
+
+        An error that got out would end the task, and the link would seem connected for ever.
+        """
+        try:
+            await self._connect_and_run()
+        except grpc.aio.AioRpcError as error:
+            return error_from_rpc(error)
+        except SplitspecError as error:
+            return error
+        except TimeoutError:
+            return LinkLost(f"no answer within {self._limits.step_seconds:g} s")
+        except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            return LinkLost(str(error))  # gRPC: the call ended before a write
+        except asyncio.CancelledError:
+            if self._task is None or self._task.cancelling():  # `close`
+                raise
+            return LinkLost("the call was cancelled")
+        except Exception as error:
+            problem = LinkLost(f"{type(error).__name__}: {error}")
+            if self.connected or problem.message != self.problem:
+                logger.exception("%s at %s: a bug", self._dialect.peer, self._address)
+            return problem
+
+    async def _connect_and_run(self) -> NoReturn:
         # NOTE: a channel of its own each time: gRPC's shared one has a backoff that we cannot see.
         options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
@@ -175,6 +190,8 @@ class StepLink:
             model = await stub.GetModel(
                 self._dialect.model_request(), timeout=self._limits.connect_seconds
             )
+            if model is None:  # what gRPC returns for bytes that are no message
+                raise LinkLost("the handshake's answer is undecodable")
             self._accept(model)
             call = stub.RunSteps()
             call.add_done_callback(lambda _: self._wake.set())
@@ -213,8 +230,8 @@ class StepLink:
             self._settled.clear()
         self._on_change()
 
-    async def _run_steps(self, call: Any) -> None:
-        """Run one step after the other; returns only by raising."""
+    async def _run_steps(self, call: Any) -> NoReturn:
+        """Run one step after the other until something is raised."""
         numbers = count(1)
         while True:
             await self._wake.wait()
@@ -237,6 +254,8 @@ class StepLink:
             reply = await call.read()
         if reply is grpc.aio.EOF:
             raise await _ending(call)
+        if reply is None:
+            raise LinkLost(f"the answer to step {number} is undecodable")
         trip = Trip(sent, perf_counter(), _service_seconds(reply.timings))
         if reply.step != number or [r.session for r in reply.results] != [
             ready.session for ready in batch

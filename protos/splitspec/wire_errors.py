@@ -51,11 +51,12 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> SplitspecError:
     for key, value in error.trailing_metadata() or ():
         if key != rpc_status.GRPC_DETAILS_METADATA_KEY:
             continue
-        status = status_pb2.Status.FromString(value)
-        for detail in status.details:
-            info = error_details_pb2.ErrorInfo()
-            if detail.Unpack(info) and info.domain == DOMAIN:
-                return _rebuilt(status.code, info.reason, message, dict(info.metadata))
+        with contextlib.suppress(DecodeError):  # details that nobody can read are no details
+            status = status_pb2.Status.FromString(value)
+            for detail in status.details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info) and info.domain == DOMAIN:
+                    return _rebuilt(status.code, info.reason, message, dict(info.metadata))
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return NotReady(f"peer unreachable: {message}")
     return _rebuilt(error.code().value[0], error.code().name, message, {})
