@@ -53,6 +53,8 @@ class ModelText:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         except Exception as error:  # the tokenizers library raises bare Exception
             raise UserError(f"{path} is not a tokenizer: {error}") from error
+        tokenizer.no_truncation()  # left by training; a prompt is taken as it is, or refused
+        tokenizer.no_padding()
         settings = _json(folder / "tokenizer_config.json")
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         decoder = json.loads(content).get("decoder") or {}

@@ -161,3 +161,16 @@ def test_chat_templates_are_found_where_models_keep_them(tmp_path: Path) -> None
     assert ModelText.load(tmp_path).chat_template == "D"
     (tmp_path / "chat_template.jinja").write_text("J")
     assert ModelText.load(tmp_path).chat_template == "J"
+
+
+def test_a_prompt_is_neither_cut_nor_padded_whatever_the_file_asks_for(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    prompts = ["a", "hello world " * 9]
+    expected = [tokenizer.encode(prompt).ids for prompt in prompts]
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(path)
+    text = ModelText.load(tmp_path)
+    assert [text.encode(prompt, add_special_tokens=True) for prompt in prompts] == expected
