@@ -182,6 +182,13 @@ class Cluster:
         """Start a process again as it was started first."""
         self.start(name, self.commands[name])
 
+    def restart_missing(self) -> None:
+        """Start again what a test has ended and not restarted: it failed, the next one need not."""
+        for name in self.commands:
+            process = self.processes.get(name)
+            if process is None or process.poll() is not None:
+                self.restart(name)
+
     def kill(self, name: str) -> None:
         """End a process with SIGKILL, as a crash would, and reap it."""
         process = self.processes.pop(name)
@@ -227,7 +234,8 @@ class Cluster:
             try:
                 reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
             except grpc.RpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE:
+                # CANCELLED: the server's stop came between the call and its answer.
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                     raise
                 return False
             return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

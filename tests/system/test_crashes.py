@@ -51,6 +51,12 @@ def served(gated: Cluster) -> tuple[Cluster, Answer]:
     return gated, reference
 
 
+@pytest.fixture(autouse=True)
+def _mended(gated: Cluster) -> Iterator[None]:
+    yield
+    gated.restart_missing()
+
+
 def _same(answer: Answer, reference: Answer) -> None:
     assert answer.token_ids == reference.token_ids
     assert answer.text == reference.text
