@@ -28,6 +28,10 @@ Emit = Callable[[Sequence[int]], "generation_pb2.FinishReason | None"]
 class VerifierLane(Protocol):
     """One session's slot in the verifier. Losses raise an error of `REPLAYABLE`."""
 
+    @property
+    def max_draft_count(self) -> int:
+        """Return the largest K of a window; it may change when the verifier comes back."""
+
     async def open(self, session: Session, row_kind: rows_pb2.RowKind) -> None:
         """Take a fresh slot; an older one is given back."""
 
@@ -76,7 +80,8 @@ async def generate(
             await prefill(session, verifier, drafter)
         started = perf_counter()
         try:
-            drafts = await drafter.draft(session, session.draft_room())
+            count = session.draft_room(verifier.max_draft_count)
+            drafts = await drafter.draft(session, count)
             result = await verifier.verify(session, drafts)
         except REPLAYABLE as error:
             session.begin_replay(error)

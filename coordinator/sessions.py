@@ -85,10 +85,13 @@ class Session:
         """Return the length that prefill commits: the prompt, or on replay all but pending."""
         return len(self.tokens) - 1 if self.running else self.prompt_length
 
-    def draft_room(self) -> int:
-        """Return K: what was asked for, less where max_tokens or the context end comes first."""
+    def draft_room(self, max_draft_count: int) -> int:
+        """Return K: what was asked for, less where max_tokens or the context end comes first.
+
+        `max_draft_count` is what the verifier takes now.
+        """
         remaining = self.output_limit - (len(self.tokens) - self.prompt_length)
-        return min(self.draft_count, remaining - 1)
+        return min(self.draft_count, max_draft_count, remaining - 1)
 
     def start(self, bonus_token_id: int) -> list[int]:
         """Make the prefill bonus pending; return what was emitted."""

@@ -64,6 +64,15 @@ class RemoteVerifier:
         self._session = 0
         """This lane's number on the link; 0 while it holds no slot."""
 
+    @property
+    def max_draft_count(self) -> int:
+        """Return what the verifier that is connected, or was the last time, takes in a window.
+
+        One that comes back with less has another epoch: what was drafted for more is not sent.
+        """
+        count: int = self._link.model.max_draft_count
+        return count
+
     async def open(self, session: Session, row_kind: rows_pb2.RowKind) -> None:
         """Take a fresh slot; wait for the verifier, and for a slot that others hold.
 

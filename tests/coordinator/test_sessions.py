@@ -54,11 +54,12 @@ def test_l1_a_committed_length_that_does_not_go_with_the_tokens_is_our_own_bug()
 def test_k_shrinks_to_what_is_left_to_emit() -> None:
     session = _session(output_limit=6)
     session.start(9)
-    assert session.draft_room() == 4
+    assert session.draft_room(7) == 4
+    assert session.draft_room(3) == 3  # what the verifier takes
     session.commit([4, 5], 2, 7)
-    assert session.draft_room() == 1
+    assert session.draft_room(7) == 1
     session.commit([], 0, 7)
-    assert session.draft_room() == 0
+    assert session.draft_room(7) == 0
 
 
 @pytest.mark.parametrize(
