@@ -5,6 +5,10 @@ from __future__ import annotations
 from graph_runtime.architecture import DecoderConfig
 from splitspec.errors import UserError
 
+LEAST_STEP_ROWS = 8
+"""An exported step takes this many rows however short its prefill chunks: 7 drafts and the pending
+token."""
+
 
 def default_tap_layers(n_layers: int) -> tuple[int, ...]:
     """Return the low, middle and high layer that EAGLE-3 reads, fewer for tiny models."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from graph_runtime.limits import LEAST_STEP_ROWS
 from splitspec.commands import check_range
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
@@ -52,6 +53,13 @@ class VerifierConfig:
         check_range("--max-context-length", self.max_context_length, 2, MAX_CONTEXT_LENGTH)
         check_range("--max-prefill-chunk", self.max_prefill_chunk, 1, MAX_PREFILL_CHUNK)
         check_range("--max-draft-count", self.max_draft_count, 0, MAX_DRAFT_COUNT)
+        rows = self.max_draft_count + 1
+        # A program takes as many rows as its chunk, and the drafts are no part of what it is.
+        if self.runtime == "executorch" and rows > max(self.max_prefill_chunk, LEAST_STEP_ROWS):
+            raise UserError(
+                f"--max-draft-count {self.max_draft_count} needs --max-prefill-chunk {rows} or "
+                f"more; it is {self.max_prefill_chunk}"
+            )
         if self.threads is not None:
             check_range("--threads", self.threads, 1, 1024)
 

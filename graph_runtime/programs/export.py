@@ -7,21 +7,21 @@ import hashlib
 import json
 import logging
 import os
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import IO
 
 from graph_runtime.architecture import DecoderConfig, read_config
-from graph_runtime.checkpoint import load_weights, model_hash
+from graph_runtime.checkpoint import load_weights
 from graph_runtime.decoder import Decoder
-from graph_runtime.limits import check_context_length, check_tap_layers
+from graph_runtime.limits import LEAST_STEP_ROWS, check_context_length, check_tap_layers
+from graph_runtime.model_files import model_hash
+from graph_runtime.programs.exporter import run_exporter
 from graph_runtime.programs.metadata import FORMAT_VERSION, ProgramMetadata
 from graph_runtime.programs.program_target import MIN_ROWS, padded_capacity
 from splitspec.errors import UserError
@@ -30,8 +30,8 @@ from splitspec.folders import programs_dir
 PRECISIONS = ("fp32", "8da8w", "8da4w", "q4_1")
 HEAD_ROWS = 8
 """Most rows of one `head` call: a window of 7 drafts and the pending token."""
-_PHASES = ("read weights", "quantise", "trace", "partition and lower", "plan memory and write")
 _LOCK_LIMIT_SECONDS = 1800.0
+_LOCK_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,7 @@ def ensure_program(
     tap_layers: tuple[int, ...] | None,
     max_context_length: int,
     max_prefill_chunk: int,
+    stop: threading.Event | None = None,
 ) -> Path:
     """Return the path of the model's program, exporting it first where the cache lacks it.
 
@@ -71,9 +72,11 @@ def ensure_program(
         tap_layers: 0-based layer outputs of a raw row; None: the default ones.
         max_context_length: KV positions of one session.
         max_prefill_chunk: most tokens of one step.
+        stop: once it is set, an export and a wait for another process's end.
 
     Raises:
-        UserError: what is wrong with the model, an argument or the disk, in one line.
+        UserError: what is wrong with the model, an argument or the disk, in one line; or that
+            `stop` was set.
     """
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
@@ -91,11 +94,12 @@ def ensure_program(
     path = key.path(cache_dir)
     if path.is_file():
         return path
+    stop = stop or threading.Event()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with _locked(path.with_suffix(".lock"), stop) as lock:
             if not path.is_file():  # another process may have made it meanwhile
-                _export(folder, path, key)
+                _export(folder, path, key, lock, stop)
     except OSError as error:
         raise _cannot_write(path, error) from error
     return path
@@ -117,39 +121,37 @@ def check_digest(path: Path) -> None:
         raise UserError(f"program {path} is corrupt or truncated: delete it to export it again")
 
 
-def _export(folder: Path, path: Path, key: ProgramKey) -> None:
-    """Export in a process of its own; its progress bar is on this one's stderr.
+def _export(
+    folder: Path, path: Path, key: ProgramKey, lock: IO[str], stop: threading.Event
+) -> None:
+    """Export in a process of its own, which holds the lock too and ends when `stop` is set.
 
     Raises:
-        UserError: what the process reports, or that it ended without saying why.
+        UserError: what the process reports, that it crashed, or that `stop` was set.
     """
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", __package__, folder, path, json.dumps(asdict(key))],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
+    for partial in path.parent.glob(f"{path.stem}.*.partial"):
+        partial.unlink(missing_ok=True)  # what a killed export left: the lock says that none runs
+    run_exporter(
+        [str(folder), str(path), json.dumps(asdict(key))],
+        title=f"export {key.precision}",
+        lock=lock,
+        stop=stop,
     )
-    if done.returncode:
-        lines = done.stdout.strip().splitlines() if done.returncode == 2 else []
-        raise UserError(
-            lines[-1] if lines else f"exporting {path} ended with code {done.returncode}"
-        )
 
 
-def export_here(folder: Path, path: Path, key: ProgramKey) -> None:
+def export_here(folder: Path, path: Path, key: ProgramKey, report: Callable[[str], None]) -> None:
     """Export in this process and write the program to `path`.
+
+    Args:
+        folder: HF layout.
+        path: where the program goes.
+        key: what to export.
+        report: called with each of `exporter.PHASES` as it starts.
 
     Raises:
         UserError: the weights cannot be read, do not fit the precision, or the disk is full.
     """
-    with tqdm(total=len(_PHASES), desc=f"export {key.precision}", unit="phase") as bar:
-
-        def report(phase: str) -> None:
-            bar.set_postfix_str(phase)
-            bar.update(_PHASES.index(phase) - bar.n)
-
-        data = build(folder, read_config(folder), key, report)
-        bar.update(len(_PHASES) - bar.n)
+    data = build(folder, read_config(folder), key, report)
     try:
         write_program(path, data)
     except OSError as error:
@@ -208,7 +210,7 @@ def _metadata(
         head_dim=config.head_dim,
         min_prefill_chunk=1,
         max_prefill_chunk=key.max_prefill_chunk,
-        max_step_rows=min(max(key.max_prefill_chunk, HEAD_ROWS), capacity),
+        max_step_rows=min(max(key.max_prefill_chunk, LEAST_STEP_ROWS), capacity),
         max_head_rows=HEAD_ROWS,
         tap_layers=key.tap_layers,
         row_width=len(key.tap_layers) * config.hidden_size,
@@ -232,8 +234,14 @@ def write_program(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`: two processes that need one program export it once."""
+def _locked(path: Path, stop: threading.Event) -> Iterator[IO[str]]:
+    """Hold the lock file `path`: two processes that need one program export it once.
+
+    The lock is the open file's, and is held until every process that has it open is done with it.
+
+    Raises:
+        UserError: another process has held it for too long, or `stop` was set.
+    """
     with path.open("w") as file:
         give_up = time.monotonic() + _LOCK_LIMIT_SECONDS
         while True:
@@ -243,5 +251,6 @@ def _locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > give_up:
                     raise UserError(f"another export has held {path} for too long") from None
-                time.sleep(0.2)
-        yield
+            if stop.wait(_LOCK_POLL_SECONDS):
+                raise UserError("the wait for another export was stopped")
+        yield file

@@ -29,6 +29,14 @@ def test_a_value_out_of_range_names_its_flag(field: str, value: Any, flag: str) 
         VerifierConfig(model="m", **{field: value})
 
 
+def test_a_window_that_no_exported_step_takes_names_both_flags() -> None:
+    with pytest.raises(UserError, match="--max-draft-count 20 needs --max-prefill-chunk 21 or"):
+        VerifierConfig(model="m", max_draft_count=20, max_prefill_chunk=4)
+    VerifierConfig(model="m", max_draft_count=20, max_prefill_chunk=21)
+    VerifierConfig(model="m", max_draft_count=7, max_prefill_chunk=1)
+    VerifierConfig(model="m", max_draft_count=20, max_prefill_chunk=4, runtime="torch")
+
+
 def test_flags_and_fields_have_the_same_names() -> None:
     fields = {field.name for field in dataclasses.fields(VerifierConfig)}
     assert set(inspect.signature(serve).parameters) == fields

@@ -199,10 +199,19 @@ def test_the_context_is_filled_exactly(make_model: MakeModel, load_program: Load
     assert torch.equal(run(target, 0, 127, tokens[127:]), wanted[127:])
 
 
+def test_a_window_of_7_drafts_is_wider_than_the_shortest_chunk(
+    make_model: MakeModel, load_program: LoadProgram
+) -> None:
+    target = load_program(make_model(), "8da8w", max_prefill_chunk=1)
+    tokens = tokens_of(16)
+    wanted = run_all(target, 0, tokens, itertools.repeat(1))
+    assert torch.equal(run_all(target, 1, tokens, itertools.repeat(8)), wanted)
+
+
 def test_the_target_says_what_it_is(
     make_model: MakeModel, load_program: LoadProgram, program_cache: Path
 ) -> None:
-    from graph_runtime.checkpoint import model_hash
+    from graph_runtime.model_files import model_hash
 
     folder = make_model()
     info = load_program(folder, "8da8w").info
