@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
 
 from graph_runtime.architecture import read_config
-from graph_runtime.checkpoint import load_weights, model_hash, tokenizer_hash
+from graph_runtime.checkpoint import load_weights
 from graph_runtime.limits import check_context_length, check_tap_layers
+from graph_runtime.model_files import model_hash, tokenizer_hash
 from graph_runtime.target import Target, TargetInfo
 from graph_runtime.torch_target import TorchTarget, build_decoder
 from splitspec.errors import UserError
@@ -29,6 +31,7 @@ def load_target(
     max_prefill_chunk: int,
     threads: int | None,
     device: str = "cpu",
+    stop: threading.Event | None = None,
 ) -> Target:
     """Load the model in `folder`.
 
@@ -44,6 +47,7 @@ def load_target(
         max_prefill_chunk: longest span of a step.
         threads: compute threads; None: the runtime's own choice.
         device: torch: "cpu" or "cuda".
+        stop: once it is set, an export ends and the load fails.
 
     Raises:
         UserError: what is wrong with the folder or an argument, in one line.
@@ -70,6 +74,7 @@ def load_target(
             slot_count=slot_count,
             max_prefill_chunk=max_prefill_chunk,
             threads=threads,
+            stop=stop,
         )
     if runtime != "torch":
         raise UserError(f"runtime is {runtime!r}; expected executorch or torch")
@@ -103,8 +108,7 @@ def load_torch_target(
     """Load the model in `folder` in plain torch; arguments and errors as in `load_target`."""
     if precision not in TORCH_DTYPES:
         raise UserError(f"precision is {precision!r}; --runtime torch has {list(TORCH_DTYPES)}")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device is {device!r} but this torch sees no CUDA device")
+    place = _device(device)
     config = read_config(folder)
     check_context_length(config, max_context_length)
     taps = check_tap_layers(config, tap_layers)
@@ -117,7 +121,7 @@ def load_torch_target(
         max_context_length=max_context_length,
         slot_count=slot_count,
         dtype=dtype,
-        device=torch.device(device),
+        device=place,
     )
     load_weights(decoder, folder, tied=config.tied)
     info = TargetInfo(
@@ -137,3 +141,21 @@ def load_torch_target(
         runtime="torch",
     )
     return TorchTarget(decoder, caches, tile, info)
+
+
+def _device(name: str) -> torch.device:
+    """Return the device of a flag like "cpu", "cuda" or "cuda:1".
+
+    Raises:
+        UserError: there is no such device here.
+    """
+    try:
+        place = torch.device(name)
+    except RuntimeError:
+        place = torch.device("meta")
+    if place.type not in ("cpu", "cuda"):
+        raise UserError(f"device is {name!r}; --runtime torch has cpu and cuda")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.type == "cuda" and (place.index or 0) >= count:
+        raise UserError(f"device is {name!r} but this torch sees {count or 'no'} CUDA device")
+    return place

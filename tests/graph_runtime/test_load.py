@@ -63,10 +63,18 @@ def test_a_wrong_argument_is_named(changes: dict[str, Any], named: str, tmp_path
         load(write_tiny_model(tmp_path), **changes)
 
 
+@pytest.mark.parametrize("device", ["banana", "", "meta", "cuda:", "cuda:-1", "cuda:9999999999"])
+def test_a_device_that_torch_does_not_know_is_named(device: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"device is '{device}'; --runtime torch has cpu and cuda"):
+        load(write_tiny_model(tmp_path), device=device)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'cuda' but this torch sees no CUDA device"):
         load(write_tiny_model(tmp_path), device="cuda")
+    with pytest.raises(UserError, match="'cuda:63' but this torch sees"):
+        load(write_tiny_model(tmp_path), device="cuda:63")
 
 
 @pytest.mark.gpu
