@@ -26,12 +26,18 @@ def model_folder(model: str, cache_dir: Path) -> Path:
     Raises:
         UserError: neither exists.
     """
-    folder = Path(model).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
-    pulled = models_dir(cache_dir) / model.replace("/", "--")
-    if (pulled / "config.json").is_file():
-        return pulled
+    try:
+        folder = Path(model).expanduser()
+        if (folder / "config.json").is_file():
+            return folder
+        pulled = models_dir(cache_dir) / model.replace("/", "--")
+        if (pulled / "config.json").is_file():
+            return pulled
+    except (OSError, RuntimeError, ValueError) as error:
+        # Too long a name, a folder that may not be read, the home of nobody, a NUL in it.
+        shown = model if len(model) <= 80 else f"{model[:77]}..."
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"model {shown!r} cannot be looked up: {reason}") from error
     raise UserError(
         f"model {model!r} is neither a folder with a config.json nor a pulled model; "
         f"try: splitspec model pull {model}"

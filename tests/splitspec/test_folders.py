@@ -31,6 +31,22 @@ def test_a_name_that_is_neither_says_how_to_pull_it(tmp_path: Path) -> None:
         model_folder("nothing", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("m" * 300, f"'{'m' * 77}...' cannot be looked up: File name too long"),
+        ("~nobody-has-this-name/m", "cannot be looked up"),
+    ],
+)
+def test_a_name_that_no_disk_can_hold_is_one_clear_line(
+    model: str, named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        model_folder(model, tmp_path)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert models_dir(Path("~/cache")) == tmp_path / "cache" / "models"
