@@ -27,7 +27,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=list(RUNTIMES))
 def cluster(
-    request: pytest.FixtureRequest, tiny_model: Path, program_cache: Path, tmp_path_factory
+    request: pytest.FixtureRequest,
+    tiny_model: Path,
+    program_cache: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Cluster]:
     """Run a verifier (each runtime in turn) and the ngram drafter."""
     folder = tmp_path_factory.mktemp("c")

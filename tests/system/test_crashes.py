@@ -34,7 +34,10 @@ REQUEST: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=list(RUNTIMES))
 def gated(
-    request: pytest.FixtureRequest, tiny_model: Path, program_cache: Path, tmp_path_factory: Any
+    request: pytest.FixtureRequest,
+    tiny_model: Path,
+    program_cache: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Cluster]:
     flags = [*RUNTIMES[request.param], "--slot-count", "8", "--max-context-length", "256"]
     folder = tmp_path_factory.mktemp("g")
