@@ -1,7 +1,8 @@
 """Which peers fit: a verifier with our model folder, a drafter with the verifier.
 
 A pair that does not fit would produce wrong drafts at best; it is refused, naming the field and
-both values.
+both values. At start that ends the coordinator. Later it does not: a drafter that does not fit is
+done without, like one that is lost.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ DRAFTER_STEP_SECONDS = 10.0
 DRAFTER_STEP_BYTES = 16 * 1024 * 1024
 """Rows in one step of the drafter at most."""
 FIRST_DRAFTER_SECONDS = 1.0
-"""How long a start waits for the drafter's handshake, to refuse a pair that does not fit."""
+"""How long a start waits for the drafter's handshake, to refuse a pair that does not fit. One that
+comes later and does not fit is a warning: rounds stay target-only, and it is tried again."""
 
 OnStep = Callable[[str, int, int, Trip], None]
 

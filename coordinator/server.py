@@ -70,8 +70,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._health: asyncio.Task[None] | None = None
         self._calls: set[_Answer] = set()
         self._call_ended = asyncio.Event()
-        self.misfit: ModelMismatch | None = None
-        """Why this coordinator must not serve: its drafter answered late, and does not fit."""
         self.links = Links(
             config,
             tokenizer_hash=text.tokenizer_hash,
@@ -80,10 +78,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         )
 
     async def connect(self) -> None:
-        """Wait for the verifier.
+        """Wait for the verifier, and a moment for the drafter.
 
         Raises:
-            UserError: a peer does not fit; names the field and both values.
+            UserError: a peer that is there does not fit; names the field and both values.
         """
         try:
             await self.links.connect()
@@ -202,10 +200,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     def _links_changed(self) -> None:
         """Follow the verifier: its slots, and health that says SERVING only while it is there."""
-        drafter = self.links.drafter
-        if drafter is not None and drafter.refusal is not None and not drafter.epoch:
-            self.misfit = drafter.refusal
-            self._lifecycle.drain()
         link = self.links.verifier
         if link.connected:
             self._admission.resize(link.model.slot_count)
@@ -272,7 +266,7 @@ async def serve_coordinator(
     """Serve Generation until the process is told to stop.
 
     Raises:
-        UserError: the model folder, an address or a peer does not fit.
+        UserError: the model folder, an address or a peer that is there at start does not fit.
     """
     text = ModelText.load(model_folder(config.model, config.cache_dir))
     registry = new_registry()
@@ -290,8 +284,6 @@ async def serve_coordinator(
             metrics_address=config.metrics_address,
             registry=registry,
         )
-        if servicer.misfit is not None:
-            raise UserError(servicer.misfit.message)
     finally:
         await servicer.links.close()
         tracing.close()

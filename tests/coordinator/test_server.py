@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 from coordinator.text import ModelText
 from splitspec.errors import NoFreeSlot, UserError
 from splitspec.v1 import generation_pb2 as pb
+from tests.coordinator.fakes.drafter import FakeDrafter
 from tests.coordinator.fakes.stand import PROMPT, Stand, request, stand
 from tests.coordinator.fakes.target import continuation
 
@@ -107,13 +108,62 @@ async def test_a_pair_that_does_not_fit_refuses_to_start() -> None:
             pass
 
 
-async def test_a_drafter_that_comes_late_and_does_not_fit_ends_the_process_with_its_line() -> None:
+async def test_a_drafter_that_comes_late_and_does_not_fit_is_done_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with stand(late_drafter=True, drafter_model={"vocab_size": 301}) as s:
-        assert (await s.generate(max_tokens=3)).token_ids == continuation(PROMPT, None, 3)
         assert s.drafter is not None
+        handshakes = _count_handshakes(s.drafter)
         await s.drafter.start()
-        with pytest.raises(UserError, match=r"vocab_size: the drafter has 301.*300"):
-            await asyncio.wait_for(s.serving, 10)
+        async with asyncio.timeout(10):
+            while len(handshakes) < 3:  # it is tried again and again
+                await asyncio.sleep(0.01)
+        answer = await s.generate(max_tokens=30)
+        assert answer.token_ids == continuation(PROMPT, None, 30)
+        assert answer.statistics.target_only_round_count == answer.statistics.round_count
+        assert await s.serves()
+        lines = [r.getMessage() for r in caplog.records if "vocab_size" in r.getMessage()]
+        assert len(lines) == 1
+        assert "vocab_size: the drafter has 301, the verifier 300" in lines[0]
+        s.drafter.model.vocab_size = 300
+        await _until_drafts(s)
+
+
+async def test_a_drafter_that_comes_back_and_does_not_fit_any_more_is_done_without() -> None:
+    async with stand() as s:
+        assert s.drafter is not None
+        await _until_drafts(s)
+        s.drafter.model.tokenizer_hash = "other"
+        handshakes = _count_handshakes(s.drafter)
+        s.drafter.die()
+        async with asyncio.timeout(10):
+            while not handshakes:
+                await asyncio.sleep(0.01)
+        answer = await s.generate(max_tokens=30)
+        assert answer.token_ids == continuation(PROMPT, None, 30)
+        assert answer.statistics.draft_token_count == 0
+        assert await s.serves()
+        s.drafter.model.ClearField("tokenizer_hash")
+        await _until_drafts(s)
+
+
+def _count_handshakes(drafter: FakeDrafter) -> list[object]:
+    """Return a list that grows with every handshake of `drafter` from its next start on."""
+    handshakes: list[object] = []
+    honest = drafter.GetModel
+
+    async def get_model(request: Any, context: Any) -> Any:
+        handshakes.append(request)
+        return await honest(request, context)
+
+    drafter.GetModel = get_model  # type: ignore[method-assign]
+    return handshakes
+
+
+async def _until_drafts(s: Stand) -> None:
+    async with asyncio.timeout(10):
+        while not (await s.generate(max_tokens=9)).statistics.draft_token_count:
+            await asyncio.sleep(0.01)
 
 
 async def test_without_a_verifier_calls_are_unavailable_and_health_says_so() -> None:
