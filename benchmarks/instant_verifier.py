@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from graph_runtime.checkpoint import tokenizer_hash
+from graph_runtime.model_files import tokenizer_hash
 from graph_runtime.target import Span, SpanOutput, TargetInfo
 from splitspec.serving import run_service
 from verifier_service.config import VerifierConfig

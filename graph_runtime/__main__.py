@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from graph_runtime.architecture import read_config
-from graph_runtime.checkpoint import model_hash, tokenizer_hash, weight_files
+from graph_runtime.model_files import model_hash, tokenizer_hash, weight_files
 from graph_runtime.model_store import KNOWN_MODELS, pull_model, pulled_models
-from splitspec.errors import UserError
+from splitspec.commands import run_command_line
 from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -72,11 +71,7 @@ def show(
 
 def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2."""
-    try:
-        app()
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_command_line(app)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graph_runtime.rope import RopeScaling, rope_from_config
+from graph_runtime.rope_config import RopeScaling, rope_from_config
 from splitspec.errors import UserError
 
 

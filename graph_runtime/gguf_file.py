@@ -16,7 +16,8 @@ import gguf
 import numpy as np
 import torch
 
-from graph_runtime.rope import RopeScaling, frequencies
+from graph_runtime.rope import frequencies
+from graph_runtime.rope_config import RopeScaling
 from splitspec.errors import UserError
 
 ARCHITECTURES = {

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -26,14 +26,14 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from graph_runtime.architecture import parse_config, read_config
-from graph_runtime.checkpoint import weight_files
-from graph_runtime.gguf_file import GGUFModel, eos_token_ids, hf_config, hf_tensors, open_gguf
-from graph_runtime.gguf_tokenizer import build_tokenizer, tokenizer_config
+from graph_runtime.model_files import weight_files
 from splitspec.errors import UserError
 from splitspec.folders import models_dir
+
+if TYPE_CHECKING:
+    from graph_runtime.gguf_file import GGUFModel
 
 _BLOCK = 1 << 20
 _DOWNLOAD_SECONDS = 1800
@@ -107,6 +107,12 @@ def convert_gguf(path: Path, folder: Path) -> None:
     Raises:
         UserError: the file is damaged or holds something that is not supported.
     """
+    # Imported here only: they import torch, which takes seconds that listing models need not.
+    from safetensors.torch import save_file
+
+    from graph_runtime.gguf_file import eos_token_ids, hf_config, hf_tensors, open_gguf
+    from graph_runtime.gguf_tokenizer import build_tokenizer, tokenizer_config
+
     model = open_gguf(path)
     config = hf_config(model)
     parse_config(config)
@@ -123,8 +129,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_ids(model)})
     _write_json(folder / "tokenizer_config.json", tokenizer_config(model))
-    text = tokenizer.to_str(pretty=True)
-    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def _prepare(cache_dir: Path, name: str, fill: Callable[[Path], None]) -> Path:
@@ -242,7 +247,7 @@ def _pull_from_hub(name: str, folder: Path) -> None:
     # Imported here only: pulling by a hub name is the one thing that needs the package.
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ModuleNotFoundError as error:
         raise UserError(
             f"pulling {name} from the hub needs the package huggingface_hub; it is not installed"
@@ -251,6 +256,9 @@ def _pull_from_hub(name: str, folder: Path) -> None:
     patterns = ["*.json", "*.safetensors", "*.jinja"]
     try:
         snapshot_download(name, local_dir=folder, allow_patterns=patterns)
+    except LocalEntryNotFoundError as error:  # neither on the hub nor in its local cache
+        line = str(error).partition("\n")[0].removeprefix("Got: ")[:160]
+        raise UserError(f"cannot reach the hub: {line}") from error
     except (client_error, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise

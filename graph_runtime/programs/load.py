@@ -8,7 +8,7 @@ import executorch.extension.llm
 import executorch.kernels.quantized
 import torch
 
-from graph_runtime.checkpoint import model_hash, tokenizer_hash
+from graph_runtime.model_files import model_hash, tokenizer_hash
 from graph_runtime.programs.executorch_runtime import Program, Runtime, reset_threadpool
 from graph_runtime.programs.export import check_digest, ensure_program
 from graph_runtime.programs.metadata import ProgramMetadata, read_metadata

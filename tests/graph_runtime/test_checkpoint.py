@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graph_runtime.architecture import read_config
-from graph_runtime.checkpoint import load_weights, model_hash, tokenizer_hash, weight_files
+from graph_runtime.checkpoint import load_weights
 from graph_runtime.decoder import Decoder
+from graph_runtime.model_files import model_hash, tokenizer_hash, weight_files
 from graph_runtime.torch_target import build_decoder
 from splitspec.errors import UserError
 from tests.tiny import write_tiny_model

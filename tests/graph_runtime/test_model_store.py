@@ -14,12 +14,13 @@ from pathlib import Path
 
 import gguf
 import pytest
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from graph_runtime import model_store
-from graph_runtime.checkpoint import model_hash, tokenizer_hash
+from graph_runtime.model_files import model_hash, tokenizer_hash
 from graph_runtime.model_store import PackagedModel, pull_model, pulled_models
 from splitspec.errors import UserError
 from splitspec.folders import model_folder
@@ -183,7 +184,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
         path.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(model_store, "save_file", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     assert_refused(str(gguf_path), tmp_path / "cache", "(?i)no space left on device")
 
 
@@ -220,6 +221,41 @@ def test_a_hub_name_is_downloaded_into_a_folder_of_that_name(
     with pytest.raises(UserError, match="GPT2LMHeadModel"):
         pull_model("org/tiny", tmp_path / "other")
     assert not list((tmp_path / "other" / "models").iterdir())
+
+
+def test_a_hub_that_cannot_be_reached_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    errors = pytest.importorskip("huggingface_hub.errors")
+
+    def download(*_: object, **__: object) -> None:
+        raise errors.LocalEntryNotFoundError(
+            "Got: ConnectError: [Errno -2] Name or service not known\nAn error happened while ..."
+        )
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    line = r"cannot reach the hub: ConnectError: \[Errno -2\] Name or service not known"
+    assert_refused("org/nosuch", tmp_path / "cache", f"^{line}$")
+
+
+def test_listing_and_showing_models_needs_no_torch(tmp_path: Path) -> None:
+    """Guards: importing torch made `model list` take seconds."""
+    write_tiny_model(tmp_path / "models" / "tiny")
+    code = (
+        "import sys; sys.modules['torch'] = None; from graph_runtime.__main__ import app; "
+        "app(sys.argv[1:])"
+    )
+    for verb in (["list"], ["show", "tiny"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "model", *verb, "--cache-dir", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "tiny" in done.stdout
 
 
 def test_two_pulls_at_once_leave_one_whole_folder(gguf_path: Path, tmp_path: Path) -> None:
@@ -275,7 +311,7 @@ def test_the_commands_pull_list_and_show(gguf_path: Path, tmp_path: Path) -> Non
     [
         (("pull", "nothing"), "unknown model 'nothing'"),
         (("show", "nothing"), "model 'nothing' is neither a folder"),
-        (("pull", "org/name"), "cannot download org/name from the hub"),
+        (("pull", "org/name"), "cannot reach the hub: "),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

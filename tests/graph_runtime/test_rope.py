@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from graph_runtime.decoder import rotate
-from graph_runtime.rope import RopeScaling, rope_from_config, rope_tables
+from graph_runtime.rope import rope_tables
+from graph_runtime.rope_config import RopeScaling, rope_from_config
 
 D = 16
 THETA = 10000.0
