@@ -97,7 +97,7 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     kv_heads = _optional(model, "attention.head_count_kv", heads)
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1:
         raise UserError(f"{model.path}: head counts that differ by layer are not supported")
-    hidden_size = _required(model, "embedding_length")
+    hidden_size = _count(model, "embedding_length")
     head_dim = _optional(model, "attention.key_length", hidden_size // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if _optional(model, key, head_dim) != head_dim:
@@ -109,15 +109,15 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
         "model_type": architecture,
         "vocab_size": int(_tensor(model, "token_embd.weight").shape[-1]),
         "hidden_size": hidden_size,
-        "intermediate_size": _required(model, "feed_forward_length"),
-        "num_hidden_layers": _required(model, "block_count"),
+        "intermediate_size": _count(model, "feed_forward_length"),
+        "num_hidden_layers": _layer_count(model),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _short(_required(model, "attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": _required(model, "context_length"),
-        "rope_theta": _short(_optional(model, "rope.freq_base", 10000.0)),
+        "rms_norm_eps": _short(model, "attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": _count(model, "context_length"),
+        "rope_theta": _short(model, "rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(model, head_dim),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -159,15 +159,27 @@ def hf_tensors(model: GGUFModel, config: dict[str, Any]) -> Iterator[tuple[str, 
         )  # a copy: the file is read-only
         if config["model_type"] in ("llama", "mistral"):
             if ".attn_q." in name:
-                values = _unpermute(values, config["num_attention_heads"])
+                values = _unpermute(model, name, values, config, "num_attention_heads")
             elif ".attn_k." in name:
-                values = _unpermute(values, config["num_key_value_heads"])
+                values = _unpermute(model, name, values, config, "num_key_value_heads")
         yield _hf_name(model, name), values
 
 
-def _unpermute(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo the row order of GGUF's llama: pairs (2i, 2i+1) back to halves (i, i + D/2)."""
-    pairs = values.view(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+def _unpermute(
+    model: GGUFModel, name: str, values: torch.Tensor, config: dict[str, Any], heads_key: str
+) -> torch.Tensor:
+    """Undo the row order of GGUF's llama: pairs (2i, 2i+1) back to halves (i, i + D/2).
+
+    Raises:
+        UserError: the rows are not those of whole heads.
+    """
+    heads, head_dim = config[heads_key], config["head_dim"]
+    if values.shape[0] != heads * head_dim or head_dim % 2:
+        raise UserError(
+            f"{model.path}: tensor {name} has {values.shape[0]} rows; "
+            f"expected {heads} heads of {head_dim}, an even width"
+        )
+    pairs = values.view(heads, head_dim // 2, 2, *values.shape[1:])
     return pairs.transpose(1, 2).reshape(values.shape).contiguous()
 
 
@@ -203,7 +215,7 @@ def _rope_scaling(model: GGUFModel, head_dim: int) -> dict[str, Any] | None:
     kind = _optional(model, "rope.scaling.type", "none")
     if kind == "none":
         return None
-    factor = _short(_optional(model, "rope.scaling.factor", 1.0))
+    factor = _short(model, "rope.scaling.factor", 1.0)
     original = _optional(model, "rope.scaling.original_context_length")
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
@@ -218,7 +230,7 @@ def _rope_scaling(model: GGUFModel, head_dim: int) -> dict[str, Any] | None:
 
 def _llama3_scaling(model: GGUFModel, head_dim: int) -> dict[str, Any]:
     """Find the llama3 factor whose frequency divisors are those of the file."""
-    theta = _short(_optional(model, "rope.freq_base", 10000.0))
+    theta = _short(model, "rope.freq_base", 10000.0)
     stored = torch.from_numpy(np.array(model.tensors[_ROPE_FREQUENCIES].data, dtype=np.float32))
     plain = frequencies(RopeScaling(kind="default", theta=theta), head_dim)
     for factor in _LLAMA3_FACTORS:
@@ -256,12 +268,32 @@ def _required(model: GGUFModel, key: str) -> Any:
     return value
 
 
+def _count(model: GGUFModel, key: str) -> int:
+    value = _required(model, key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{model.path}: {key} is {value!r:.80}; expected a positive integer")
+    return value
+
+
+def _layer_count(model: GGUFModel) -> int:
+    """Return the number of layers, which cannot be more than there are tensors."""
+    count = _count(model, "block_count")
+    if count > len(model.tensors):
+        raise UserError(
+            f"{model.path}: block_count is {count}, but the file holds {len(model.tensors)} tensors"
+        )
+    return count
+
+
 def _optional(model: GGUFModel, key: str, default: Any = None) -> Any:
     return model.metadata.get(f"{model.metadata['general.architecture']}.{key}", default)
 
 
-def _short(value: float) -> float:
+def _short(model: GGUFModel, key: str, default: float | None = None) -> float:
     """Return the shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06."""
+    value = _required(model, key) if default is None else _optional(model, key, default)
+    if not isinstance(value, int | float):
+        raise UserError(f"{model.path}: {key} is {value!r:.80}; expected a number")
     return float(str(np.float32(value)))
 
 

@@ -108,6 +108,10 @@ def test_llama3_scaling_is_recognised_by_its_divisors(tmp_path: Path) -> None:
         ({"attention.value_length": 8}, "attention.value_length"),
         ({"rope.scaling.type": "longrope"}, "longrope"),
         ({"attention.head_count": [4, 4, 4, 2]}, "head counts"),
+        ({"block_count": 0x7F000004}, "block_count is 2130706436, but the file holds 38 tensors"),
+        ({"block_count": 0}, "block_count is 0; expected a positive integer"),
+        ({"embedding_length": "wide"}, "embedding_length is 'wide'; expected a positive integer"),
+        ({"rope.freq_base": "fast"}, "rope.freq_base is 'fast'; expected a number"),
     ],
 )
 def test_what_is_not_supported_is_named(
@@ -149,6 +153,33 @@ def test_a_truncated_file_is_one_clear_line(share: float, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"m\.gguf is not a complete GGUF file") as caught:
         open_gguf(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"attention.head_count": 3}, r"blk\.0\.attn_q\.weight has 64 rows; expected 3 heads"),
+        ({"attention.head_count_kv": 0}, r"blk\.0\.attn_k\.weight has 32 rows; expected 0 heads"),
+    ],
+)
+def test_heads_that_are_not_those_of_the_rows_are_named(
+    metadata: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    write_tiny_gguf(tmp_path / "m.gguf", folder, metadata=metadata)
+    model = open_gguf(tmp_path / "m.gguf")
+    with pytest.raises(UserError, match=named):
+        dict(hf_tensors(model, hf_config(model)))
+
+
+def test_an_odd_number_of_rows_is_named(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    name = "blk.1.attn_q.weight"
+    extra = {name: torch.zeros(63, 64)}
+    write_tiny_gguf(tmp_path / "m.gguf", folder, drop=(name,), extra_tensors=extra)
+    model = open_gguf(tmp_path / "m.gguf")
+    with pytest.raises(UserError, match=r"attn_q\.weight has 63 rows; expected 4 heads of 16"):
+        dict(hf_tensors(model, hf_config(model)))
 
 
 def test_damaged_bytes_never_give_a_traceback(tmp_path: Path) -> None:
