@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -15,6 +16,19 @@ from splitspec.errors import UserError
 
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the character that byte-level tokens write for each byte, as GPT-2 defined it.
+
+    Bytes that are visible in Latin-1 are themselves; the others follow from U+0100 on.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +45,11 @@ class ModelText:
     byte_token_ids: frozenset[int]
     """Tokens that stand for one byte of a byte-fallback tokenizer. A run of them decodes as a
     whole, so its text can change while it grows."""
-    decodes_by_token: bool
-    """Whether a token's bytes are the same wherever it stands (byte-level decoders)."""
+    byte_level: bool
+    """Whether every token stands for the same bytes wherever it is (byte-level decoders)."""
+    may_end_inside_character: bool
+    """Whether the text of tokens can end in the middle of a character, other than in a run of
+    byte-fallback tokens."""
     special_token_ids: frozenset[int]
     """Tokens without text."""
     longest_token: int
@@ -58,7 +75,8 @@ class ModelText:
         settings = _json(folder / "tokenizer_config.json")
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         decoder = json.loads(content).get("decoder") or {}
-        falls_back = '"ByteFallback"' in json.dumps(decoder)
+        decoders = json.dumps(decoder)
+        falls_back = '"ByteFallback"' in decoders
         return cls(
             tokenizer=tokenizer,
             tokenizer_hash=hashlib.sha256(content).hexdigest(),
@@ -74,7 +92,8 @@ class ModelText:
                 for text, token in vocabulary.items()
                 if falls_back and _BYTE_TOKEN.fullmatch(text)
             ),
-            decodes_by_token=decoder.get("type") == "ByteLevel",
+            byte_level=decoder.get("type") == "ByteLevel",
+            may_end_inside_character='"ByteLevel"' in decoders,
             special_token_ids=frozenset(
                 token
                 for token, added in tokenizer.get_added_tokens_decoder().items()
@@ -92,63 +111,70 @@ class ModelText:
         """Return whether decoding leaves `token` out: special, or no token at all."""
         return token in self.special_token_ids or self.tokenizer.id_to_token(token) is None
 
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that `token` stands for; the decoder must be `byte_level`."""
+        written: str = self.tokenizer.id_to_token(token) or ""  # "": no such token
+        try:
+            return bytes([_BYTES[character] for character in written])
+        except KeyError:  # an added token, written as it is
+            return written.encode()
+
 
 class Detokenizer:
     """Turns tokens into text as they come.
 
     What `push` and `flush` return adds up to the text of all tokens decoded at once, whatever the
-    bytes: nothing that was returned ever changes, and no character is split. Text is held back
-    while it ends in an incomplete character, or in a run of byte-fallback tokens.
+    bytes: nothing that was returned ever changes, and no character is split. Only text that can
+    still change is held back: an incomplete character, or a run of byte-fallback tokens. The work
+    for a token does not grow with the tokens before it.
     """
 
     def __init__(self, text: ModelText) -> None:
         self._decode = text.tokenizer.decode
         self._text = text
-        self._in_byte_run = False
-        self._ids: list[int] = []
-        self._start = 0
-        """Decoding starts here: some decoders treat the first token of a text differently, so a
-        few tokens whose text is out already go first."""
-        self._done = 0
-        """Text up to here is out."""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if text.byte_level else None
+        """Holds back the 3 bytes at most that may become a character."""
+        self._shown: list[int] = []
+        """A few tokens whose text is out already: some decoders treat the first token of a text
+        differently, so these go first."""
+        self._held: list[int] = []
+        """Tokens whose text is not out."""
 
     def push(self, ids: list[int]) -> str:
         """Take newly emitted tokens; return the text that can no longer change."""
-        self._ids += ids
-        if self._text.byte_token_ids:
-            self._follow_byte_run(ids)
-        if self._in_byte_run:
+        # Tokens without text must not gather: everything held is decoded again.
+        ids = [token for token in ids if not self._text.is_skipped(token)]
+        if self._utf8 is not None:
+            return self._utf8.decode(b"".join(map(self._text.bytes_of, ids)))
+        self._held += ids
+        if self._held and self._held[-1] in self._text.byte_token_ids:
             return ""
         text = self._pending()
-        if text.endswith(REPLACEMENT):
+        if self._text.may_end_inside_character and text.endswith(REPLACEMENT):
             return ""
         self._advance(text)
         return text
 
     def flush(self) -> str:
         """Return what was held back: no token follows."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
         text = self._pending()
         self._advance(text)
         return text
 
-    def _follow_byte_run(self, ids: list[int]) -> None:
-        for token in ids:
-            if not self._text.is_skipped(token):  # a run goes on across tokens without text
-                self._in_byte_run = token in self._text.byte_token_ids
-
     def _pending(self) -> str:
-        window: str = self._decode(self._ids[self._start :])
-        if self._start == self._done:
+        window: str = self._decode([*self._shown, *self._held])
+        if not self._shown:
             return window
-        shown: str = self._decode(self._ids[self._start : self._done])
+        shown: str = self._decode(self._shown)
         return window[len(shown) :]
 
     def _advance(self, text: str) -> None:
-        if text:  # context must have text of its own: tokens without any do not make one
-            self._start = self._done
-        self._done = len(self._ids)
-        if self._text.decodes_by_token:
-            self._start = self._done
+        if text:  # context must have text of its own
+            self._shown = []
+        self._shown += self._held
+        self._held = []
 
 
 def _json(path: Path) -> dict[str, Any]:

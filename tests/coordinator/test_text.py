@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.tiny import write_tiny_tokenizer
 def _byte_fallback_tokenizer(folder: Path, *, metaspace: bool) -> None:
     """Write a tokenizer in the way of Llama 2: word pieces with bars, and one token a byte."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    pieces += ["▁", "▁a", "a", "b", "▁the", "é", "日", "▁▁", "\n", "🙂", "\u0301"]
+    pieces += ["▁", "▁a", "a", "b", "▁the", "é", "日", "▁▁", "\n", "🙂", "\u0301", "\ufffd"]
     model = models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True)
     tokenizer = Tokenizer(model)
     first = decoders.Metaspace() if metaspace else decoders.Replace("▁", " ")
@@ -31,8 +32,28 @@ def _byte_fallback_tokenizer(folder: Path, *, metaspace: bool) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def _byte_level_tokenizer_with_added_tokens(folder: Path) -> None:
+    """Write one whose added tokens hold characters that stand for bytes, or for none."""
+    write_tiny_tokenizer(folder)
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_tokens(["<think>", "é", "é z", "日", " "])
+    tokenizer.save(path)
+
+
+def _nested_tokenizer(folder: Path) -> None:
+    """Write one with a byte-level decoder inside another."""
+    write_tiny_tokenizer(folder)
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    tokenizer.save(path)
+
+
 WRITERS: dict[str, Callable[[Path], None]] = {
     "byte-level": write_tiny_tokenizer,
+    "byte-level, added tokens": _byte_level_tokenizer_with_added_tokens,
+    "nested": _nested_tokenizer,
     "byte-fallback": lambda folder: _byte_fallback_tokenizer(folder, metaspace=False),
     "metaspace": lambda folder: _byte_fallback_tokenizer(folder, metaspace=True),
 }
@@ -67,7 +88,7 @@ def _check(name: str, groups: list[list[int]]) -> None:
     assert _grow(text, [[token] for token in ids])[0] == whole
 
 
-groups_of_ids = st.lists(st.lists(st.integers(0, 275), min_size=1, max_size=8), max_size=20)
+groups_of_ids = st.lists(st.lists(st.integers(0, 310), min_size=1, max_size=8), max_size=20)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -113,7 +134,7 @@ def test_odd_bytes_grow_to_what_they_decode_to_at_once(
 
 
 def _byte_token(name: str, byte: int) -> int:
-    if name != "byte-level":
+    if name in ("byte-fallback", "metaspace"):
         return 3 + byte
     # The byte-level alphabet as GPT-2 defines it: printable bytes are themselves.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -128,6 +149,55 @@ def test_a_character_is_shown_only_when_it_is_complete() -> None:
     detokenizer = Detokenizer(_LOADED["byte-level"])
     shown = [detokenizer.push([_byte_token("byte-level", byte)]) for byte in "é🙂!".encode()]
     assert shown == ["", "é", "", "", "", "🙂", "!"]
+
+
+def test_bytes_that_can_become_nothing_are_shown_at_once() -> None:
+    detokenizer = Detokenizer(_LOADED["byte-level"])
+    data = b"\xff\xff\xe2\x82a\xf0\x9f\x99\xf0\x9f\x99"
+    shown = [detokenizer.push([_byte_token("byte-level", byte)]) for byte in data]
+    assert shown == ["\ufffd", "\ufffd", "", "", "\ufffda", "", "", "", "\ufffd", "", ""]
+    assert detokenizer.flush() == "\ufffd"
+
+
+class CountingTokenizer:
+    """A tokenizer that counts the tokens it is asked about."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.token_count = 0
+
+    def decode(self, ids: list[int]) -> str:
+        self.token_count += len(ids)
+        text: str = self._tokenizer.decode(ids)
+        return text
+
+    def id_to_token(self, token: int) -> str | None:
+        self.token_count += 1
+        written: str | None = self._tokenizer.id_to_token(token)
+        return written
+
+
+@pytest.mark.parametrize("kind", ["invalid byte", "replacement character", "special", "unknown"])
+@pytest.mark.parametrize("name", ["byte-level", "byte-fallback", "metaspace"])
+def test_the_work_for_a_token_does_not_grow_with_the_tokens_before_it(name: str, kind: str) -> None:
+    text = _LOADED[name]
+    tokens = {
+        "invalid byte": [_byte_token(name, 0xFF)],
+        "replacement character": [_byte_token(name, byte) for byte in "\ufffd".encode()],
+        "special": [1],
+        "unknown": [5000],
+    }[kind]
+    if kind == "replacement character" and name != "byte-level":
+        tokens = [text.tokenizer.token_to_id("\ufffd")]
+    tokenizer = CountingTokenizer(text.tokenizer)
+    detokenizer = Detokenizer(replace(text, tokenizer=tokenizer))
+    ids = tokens * 1000
+    shown = [detokenizer.push([token]) for token in ids]
+    held = detokenizer.flush()
+    assert tokenizer.token_count <= 6 * len(ids)
+    assert "".join(shown) + held == text.tokenizer.decode(ids)
+    if name == "byte-level" or kind == "replacement character":
+        assert held == ""
 
 
 def test_end_tokens_are_the_union_of_what_the_files_say(tmp_path: Path) -> None:
