@@ -6,6 +6,7 @@ The environment is read only here.
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -87,7 +88,10 @@ def serve(
     )
     logger.info("%s", config)
     folder = model_folder(config.model, config.cache_dir)
-    run_service(serve_verifier(config, partial(load_engine, config, folder)))
+    stop = threading.Event()
+    run_service(
+        serve_verifier(config, partial(load_engine, config, folder, stop), on_stop=stop.set)
+    )
 
 
 @export.command("target")
@@ -115,14 +119,16 @@ def export_target(
     _load_target(config, model_folder(config.model, config.cache_dir))
 
 
-def load_engine(config: VerifierConfig, folder: Path) -> Engine:
-    """Load and warm up what `config` says; runs on the engine's thread."""
-    engine = Engine(_load_target(config, folder), max_draft_count=config.max_draft_count)
+def load_engine(config: VerifierConfig, folder: Path, stop: threading.Event) -> Engine:
+    """Load and warm up what `config` says, on the engine's thread; `stop` ends an export."""
+    engine = Engine(_load_target(config, folder, stop), max_draft_count=config.max_draft_count)
     engine.warm_up()
     return engine
 
 
-def _load_target(config: VerifierConfig, folder: Path) -> Target:
+def _load_target(
+    config: VerifierConfig, folder: Path, stop: threading.Event | None = None
+) -> Target:
     return load_target(
         folder=folder,
         model_id=config.model_id,
@@ -135,6 +141,7 @@ def _load_target(config: VerifierConfig, folder: Path) -> Target:
         max_prefill_chunk=config.max_prefill_chunk,
         threads=config.threads,
         device=config.device,
+        stop=stop,
     )
 
 

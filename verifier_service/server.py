@@ -194,9 +194,13 @@ async def serve_verifier(
     load: Callable[[], Engine],
     *,
     on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] = lambda: None,
     lifecycle: Lifecycle | None = None,
 ) -> None:
-    """Serve the Verifier service until SIGTERM or a fault; errors as `serving.serve`."""
+    """Serve the Verifier service until SIGTERM or a fault; errors as `serving.serve`.
+
+    `on_stop` is called before the engine's thread is waited for: it ends a `load` that takes long.
+    """
     lifecycle = lifecycle or Lifecycle()
     registry = new_registry()
     tracing = telemetry.setup_tracing("verifier", config.otlp_endpoint, config.trace_file)
@@ -213,5 +217,6 @@ async def serve_verifier(
             registry=registry,
         )
     finally:
+        on_stop()
         servicer.close()
         tracing.close()

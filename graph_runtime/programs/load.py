@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import executorch.extension.llm
@@ -28,6 +29,7 @@ def load_program_target(
     slot_count: int,
     max_prefill_chunk: int,
     threads: int | None,
+    stop: threading.Event | None = None,
 ) -> ProgramTarget:
     """Load the model in `folder` as a program, exporting it first where the cache lacks it.
 
@@ -43,6 +45,7 @@ def load_program_target(
         tap_layers=tap_layers,
         max_context_length=max_context_length,
         max_prefill_chunk=max_prefill_chunk,
+        stop=stop,
     )
     if threads is not None:
         torch.set_num_threads(threads)

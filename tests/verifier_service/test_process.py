@@ -205,7 +205,7 @@ from tests.fakes import FakeTarget
 from verifier_service.engine import Engine
 target = FakeTarget()
 target.fault = RuntimeError("device lost")
-verifier.load_engine = lambda config, folder: Engine(target, max_draft_count=7)
+verifier.load_engine = lambda config, folder, stop: Engine(target, max_draft_count=7)
 sys.argv[1:] = {flags!r}
 verifier.main()
 """

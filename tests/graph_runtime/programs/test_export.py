@@ -36,6 +36,10 @@ def ensure(folder: Path, cache_dir: Path, **arguments: Any) -> Path:
     return ensure_program(folder=folder, cache_dir=cache_dir, **{**settings, **arguments})
 
 
+def export_in_this_process(folder: Path, path: Path, key: ProgramKey, *_: Any) -> None:
+    export_here(folder, path, key, lambda _phase: None)
+
+
 @pytest.fixture
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the exporter by one that is quick and counts what it is asked for."""
@@ -46,7 +50,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return b"a program"
 
     monkeypatch.setattr(export, "build", build)
-    monkeypatch.setattr(export, "_export", export_here)
+    monkeypatch.setattr(export, "_export", export_in_this_process)
     return asked
 
 
@@ -197,7 +201,9 @@ def test_a_program_that_was_written_without_a_key_is_refused_at_load(
         return methods
 
     monkeypatch.setattr(ProgramMetadata, "constant_methods", incomplete)
-    monkeypatch.setattr(export, "_export", export_here)  # in this process, where the key is missing
+    monkeypatch.setattr(
+        export, "_export", export_in_this_process
+    )  # in this process, where the key is missing
     with pytest.raises(UserError, match="lacks the metadata key get_row_width"):
         load_program(make_model(n_layers=1), "fp32", tap_layers=(0,), cache_dir=tmp_path)
 
