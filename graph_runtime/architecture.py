@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graph_runtime.config_values import boolean, integer, number
 from graph_runtime.rope_config import RopeScaling, rope_from_config
 from splitspec.errors import UserError
 
@@ -80,6 +81,20 @@ ONLY: dict[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
 """NOTE: `rope_interleaved`, `quantization_config`, softcaps, multipliers and expert counts need no
 entry: off is the value computed, and everything else is refused by the rule for unknown keys."""
 
+MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**31,
+    "sliding_window": 2**31,
+    "max_window_layers": 2**31,
+}
+"""Far above every model's: what is more is damage, and would be found as a lack of memory only."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -141,7 +156,7 @@ def read_config(folder: Path) -> DecoderConfig:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no JSON object")
@@ -164,8 +179,9 @@ def parse_config(config: dict[str, Any]) -> DecoderConfig:
         _positive(config, key)
         for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
-    head_dim = config.get("head_dim") or family.default_head_dim or hidden_size // n_heads
-    attention_bias = bool(config.get("attention_bias", False))
+    computed = family.default_head_dim or max(hidden_size // n_heads, 1)
+    head_dim = _positive(config, "head_dim") if config.get("head_dim") else computed
+    attention_bias = boolean(config, "attention_bias")
     return DecoderConfig(
         architecture=architecture,
         vocab_size=_positive(config, "vocab_size"),
@@ -175,13 +191,13 @@ def parse_config(config: dict[str, Any]) -> DecoderConfig:
         n_heads=n_heads,
         n_kv_heads=_kv_heads(config, family, n_heads),
         head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", family.default_eps)),
+        rms_norm_eps=number(config, "rms_norm_eps", family.default_eps, most=1.0),
         max_position_embeddings=_positive(config, "max_position_embeddings"),
         rope=rope_from_config(config),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=boolean(config, "tie_word_embeddings"),
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=boolean(config, "mlp_bias"),
         qk_norm=family.qk_norm,
         sliding_windows=_sliding_windows(config, family, n_layers),
     )
@@ -214,10 +230,7 @@ def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
 
 
 def _positive(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"config.json: {key} is {value!r}; expected a positive integer")
-    return value
+    return integer(config, key, least=1, most=MOST[key])
 
 
 def _kv_heads(config: dict[str, Any], family: Family, n_heads: int) -> int:
@@ -232,12 +245,15 @@ def _sliding_windows(
 ) -> tuple[int | None, ...]:
     """Return each layer's window, as the `transformers` model of the family applies it."""
     window = config.get("sliding_window", family.default_sliding_window)
-    if "sliding_window" not in family.reads:
+    if "sliding_window" not in family.reads or not window:
         window = None
+    elif "sliding_window" in config:
+        window = _positive(config, "sliding_window")
     first = 0
     if "use_sliding_window" in family.reads:
-        window = window if config.get("use_sliding_window", False) else None
+        window = window if boolean(config, "use_sliding_window") else None
         first = config.get("max_window_layers", 28)
+        integer({"max_window_layers": first}, "max_window_layers", least=0, most=2**31)
     computed = ["sliding_attention" if window and i >= first else "full_attention"
                 for i in range(n_layers)]  # fmt: skip
     layer_types = config.get("layer_types") or computed

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from graph_runtime.config_values import boolean, integer, number, refused
 from splitspec.errors import UserError
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -19,12 +20,7 @@ _KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": _YARN_KEYS,
 }
-_REQUIRED = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
+_MOST_CONTEXT = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,49 +49,83 @@ def rope_from_config(config: dict[str, Any]) -> RopeScaling:
     Raises:
         UserError: an unknown kind or key, or a missing or impossible value, named.
     """
-    parameters = dict(config.get("rope_scaling") or {})
-    parameters.update(config.get("rope_parameters") or {})
+    parameters = {**_object(config, "rope_scaling"), **_object(config, "rope_parameters")}
     kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
     parameters.pop("type", None)
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    if parameters.get("rope_theta") is None:
+        parameters["rope_theta"] = config.get("rope_theta")
+    # Yarn divides by its logarithm, and no model turns faster at higher dimensions.
+    theta = number(parameters, "rope_theta", 10000.0, above=1.0)
+    del parameters["rope_theta"]
     if parameters.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise UserError("config.json: RoPE partial_rotary_factor is not 1; supported: 1")
-    if kind not in _KEYS:
-        raise UserError(f"config.json: rope_type is {kind!r}; supported: {', '.join(_KEYS)}")
-    if kind in ("llama3", "yarn"):
-        parameters.setdefault(_ORIGINAL, config["max_position_embeddings"])
-        parameters[_ORIGINAL] = config.get(_ORIGINAL) or parameters[_ORIGINAL]
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise refused("rope_type", kind, f"one of {', '.join(_KEYS)}")
     for key, value in sorted(parameters.items()):
         if value and key not in _KEYS[kind]:
-            raise UserError(f"config.json: RoPE {key} is {value!r}, unknown to rope_type {kind!r}")
-    for key in _REQUIRED[kind]:
-        if not isinstance(parameters.get(key), int | float) or parameters[key] <= 0:
             raise UserError(
-                f"config.json: RoPE {key} is {parameters.get(key)!r}; expected a positive number"
+                f"config.json: RoPE {key} is {value!r:.80}, unknown to rope_type {kind!r}"
             )
+    if kind in ("llama3", "yarn"):
+        stated = (config.get(_ORIGINAL), parameters.get(_ORIGINAL))
+        context = next((value for value in stated if value), config["max_position_embeddings"])
+        parameters[_ORIGINAL] = context
+    return _READERS[kind](theta, parameters)
+
+
+def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise refused(key, value, "an object or null")
+    return value or {}
+
+
+def _default(theta: float, parameters: dict[str, Any]) -> RopeScaling:  # noqa: ARG001
+    return RopeScaling(kind="default", theta=theta)
+
+
+def _linear(theta: float, parameters: dict[str, Any]) -> RopeScaling:
+    return RopeScaling(kind="linear", theta=theta, factor=number(parameters, "factor"))
+
+
+def _llama3(theta: float, parameters: dict[str, Any]) -> RopeScaling:
+    low = number(parameters, "low_freq_factor")
     return RopeScaling(
-        kind=kind,
-        theta=float(theta),
-        factor=float(parameters.get("factor") or 1.0),
-        original_context=int(parameters.get(_ORIGINAL) or 0),
-        low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(parameters.get("high_freq_factor") or 1.0),
-        beta_fast=float(parameters.get("beta_fast") or 32.0),
-        beta_slow=float(parameters.get("beta_slow") or 1.0),
-        attention_factor=_yarn_attention_factor(parameters) if kind == "yarn" else 1.0,
-        truncate=bool(parameters.get("truncate", True)),
+        kind="llama3",
+        theta=theta,
+        factor=number(parameters, "factor"),
+        original_context=integer(parameters, _ORIGINAL, least=1, most=_MOST_CONTEXT),
+        low_freq_factor=low,
+        # The blend between them divides by their distance.
+        high_freq_factor=number(parameters, "high_freq_factor", above=low),
     )
+
+
+def _yarn(theta: float, parameters: dict[str, Any]) -> RopeScaling:
+    return RopeScaling(
+        kind="yarn",
+        theta=theta,
+        factor=number(parameters, "factor"),
+        original_context=integer(parameters, _ORIGINAL, least=1, most=_MOST_CONTEXT),
+        beta_fast=number(parameters, "beta_fast", 32.0),
+        beta_slow=number(parameters, "beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(parameters),
+        truncate=boolean(parameters, "truncate", default=True),
+    )
+
+
+_READERS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def _yarn_attention_factor(parameters: dict[str, Any]) -> float:
     if parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
+        return number(parameters, "attention_factor")
+    factor = number(parameters, "factor")
 
     def magnitude(weight: float) -> float:
-        factor = float(parameters["factor"])
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        mscale, mscale_all_dim = number(parameters, "mscale"), number(parameters, "mscale_all_dim")
         return magnitude(mscale) / magnitude(mscale_all_dim)
     return magnitude(1.0)

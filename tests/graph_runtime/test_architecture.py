@@ -110,6 +110,78 @@ def test_what_would_change_the_maths_is_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"rms_norm_eps": NAN}, "rms_norm_eps is nan; expected a number above 0, up to 1"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1; expected a number above 0"),
+        ({"rms_norm_eps": True}, "rms_norm_eps is True; expected a number above 0"),
+        ({"rope_theta": -5}, "rope_theta is -5; expected a number above 1"),
+        ({"rope_theta": INFINITE}, "rope_theta is inf; expected a number above 1, up to 1e+30"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta is 1.0; expected a number above 1"),
+        ({"rope_scaling": {"type": "linear", "factor": NAN}}, "factor is nan; expected a number"),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, "factor is True; expected a number"),
+        ({"rope_scaling": YARN | {"beta_fast": -1}}, "beta_fast is -1; expected a number above 0"),
+        ({"rope_scaling": YARN | {"beta_slow": NAN}}, "beta_slow is nan; expected a number"),
+        ({"rope_scaling": YARN | {"mscale": -1, "mscale_all_dim": 1}}, "mscale is -1; expected"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor is 0; expected"),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate is 'no'; expected true or false"),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 0.5}},
+            "original_max_position_embeddings is 0.5; expected an integer in [1, 2147483648]",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1}},
+            "high_freq_factor is 1; expected a number above 1, up to 1e+30",
+        ),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object or null"),
+        ({"rope_scaling": {"type": ["a"]}}, "rope_type is ['a']; expected one of default, linear"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; expected true or fal"),
+        ({"attention_bias": 1}, "attention_bias is 1; expected true or false"),
+        ({"mlp_bias": "no"}, "mlp_bias is 'no'; expected true or false"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000; expected an integer in [1, 131"),
+        ({"vocab_size": 10**13}, "vocab_size is 10000000000000; expected an integer in [1, 16777"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648; expected an integer in"),
+        ({"head_dim": 2.0}, "head_dim is 2.0; expected an integer in [1, 4096]"),
+    ],
+)
+def test_a_value_out_of_its_range_names_key_value_and_range(
+    keys: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_config(config_of("llama", **keys))
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"sliding_window": 2.5},
+        {"sliding_window": -1},
+        {"max_window_layers": "all"},
+        {"use_sliding_window": "false"},
+    ],
+)
+def test_a_window_out_of_its_range_is_named(keys: dict[str, Any]) -> None:
+    (key,) = keys
+    with pytest.raises(UserError, match=f"{key} is {keys[key]!r}; expected"):
+        parse_config(config_of("qwen2", **{"use_sliding_window": True, **keys}))
+
+
+def test_null_is_the_default_of_a_flag_and_of_a_number() -> None:
+    keys = ("tie_word_embeddings", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_theta")
+    nulls = dict.fromkeys(keys)
+    assert parse_config(config_of("llama", **nulls)) == parse_config(config_of("llama"))
+
+
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_keys_that_are_off_or_harmless_are_accepted(family: str) -> None:
     harmless = {
@@ -133,7 +205,9 @@ def test_the_architecture_follows_from_the_model_type_where_it_is_not_named() ->
         assert parse_config(config).architecture == name
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '"llama"'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '"llama"', "[" * 200_000], ids=["none", "open", "list", "text", "deep"]
+)
 def test_a_config_that_is_no_json_object_is_one_clear_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json"):
