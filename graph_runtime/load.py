@@ -115,14 +115,20 @@ def load_torch_target(
     if threads is not None:
         torch.set_num_threads(threads)
     dtype = TORCH_DTYPES[precision]
-    decoder, caches, tile = build_decoder(
-        config,
-        tap_layers=taps,
-        max_context_length=max_context_length,
-        slot_count=slot_count,
-        dtype=dtype,
-        device=place,
-    )
+    try:
+        decoder, caches, tile = build_decoder(
+            config,
+            tap_layers=taps,
+            max_context_length=max_context_length,
+            slot_count=slot_count,
+            dtype=dtype,
+            device=place,
+        )
+    except (RuntimeError, MemoryError) as error:  # torch has no class of its own for it on a CPU
+        raise UserError(
+            f"a model of config.json's shape and the K/V of {slot_count} slots do not fit in the "
+            f"memory of {device}"
+        ) from error
     load_weights(decoder, folder, tied=config.tied)
     info = TargetInfo(
         model_id=model_id,

@@ -77,6 +77,12 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
         load(write_tiny_model(tmp_path), device="cuda:63")
 
 
+def test_slots_that_no_memory_holds_are_one_clear_line(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    with pytest.raises(UserError, match=f"K/V of {2**40} slots do not fit in the memory of cpu"):
+        load(folder, slot_count=2**40)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_computes_what_the_cpu_does(tmp_path: Path) -> None:
