@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from splitspec.errors import UserError
 
 REPLACEMENT = "\ufffd"
+MAX_TOKEN_ID = 2**32 - 1
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -199,14 +200,26 @@ def _text(settings: dict[str, Any], key: str) -> str:
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """Return the chat template: a file of its own, or in tokenizer_config.json (also as a list)."""
+    path = folder / "chat_template.jinja"
     try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         pass
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
     template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    if template is None or isinstance(template, str):
+        return template
+    templates: dict[str, str] = {}
+    for entry in template if isinstance(template, list) else [template]:
+        match entry:
+            case {"name": str(name), "template": str(source)}:
+                templates[name] = source
+            case _:
+                expected = "text, or a list of objects with a name and a template"
+                path = folder / "tokenizer_config.json"
+                raise _refusal(path, "chat_template", template, expected)
+    return templates.get("default")
 
 
 def _eos_token_ids(
@@ -216,6 +229,17 @@ def _eos_token_ids(
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = _json(folder / name).get("eos_token_id")
-        ids.update([value] if isinstance(value, int) else value or [])
+        if value is None:
+            continue
+        given = value if isinstance(value, list) else [value]
+        if not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in given):
+            raise _refusal(folder / name, "eos_token_id", value, "a token id or a list of them")
+        ids.update(given)
     eos = vocabulary.get(_text(settings, "eos_token"))
     return frozenset(ids if eos is None else ids | {eos})
+
+
+def _refusal(path: Path, key: str, value: object, expected: str) -> UserError:
+    shown = json.dumps(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return UserError(f"{path}: {key} is {shown}; expected {expected}")

@@ -244,3 +244,66 @@ def test_a_prompt_is_neither_cut_nor_padded_whatever_the_file_asks_for(tmp_path:
     tokenizer.save(path)
     text = ModelText.load(tmp_path)
     assert [text.encode(prompt, add_special_tokens=True) for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", [2.0, "2", {"a": 1}, True, ["2"], [2, 2.5], -1, [2**32], [[2]]])
+def test_end_tokens_that_are_no_ids_are_one_line(tmp_path: Path, name: str, value: object) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
+    _is_refused(tmp_path, name, f"eos_token_id is {json.dumps(value)}; expected a token id")
+
+
+@pytest.mark.parametrize("value", [None, []])
+def test_no_end_token_is_fine(tmp_path: Path, value: object) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    assert ModelText.load(tmp_path).eos_token_ids == {2}  # of tokenizer_config.json
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        5,
+        False,
+        {"name": 5},
+        ["x"],
+        [{"name": "default"}],
+        [{"template": "T"}],
+        [{"name": "default", "template": 5}],
+        [{"name": ["default"], "template": "T"}],
+    ],
+)
+def test_a_chat_template_that_is_no_text_is_one_line(tmp_path: Path, value: object) -> None:
+    write_tiny_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": value}))
+    shown = json.dumps(value)
+    _is_refused(tmp_path, path.name, f"chat_template is {shown}; expected text")
+
+
+def test_a_long_value_is_cut(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "x" * 10_000}))
+    with pytest.raises(UserError) as caught:
+        ModelText.load(tmp_path)
+    assert len(str(caught.value)) < 200 + len(str(tmp_path))
+
+
+def test_a_chat_template_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    path = tmp_path / "chat_template.jinja"
+    path.mkdir()
+    _is_refused(tmp_path, path.name, "Is a directory")
+    path.rmdir()
+    path.write_bytes(b"{{ \xff }}")
+    _is_refused(tmp_path, path.name, "can't decode byte 0xff")
+
+
+def _is_refused(folder: Path, name: str, reason: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ModelText.load(folder)
+    line = str(caught.value)
+    assert str(folder / name) in line
+    assert reason in line
+    assert "\n" not in line
