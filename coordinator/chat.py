@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from splitspec.channels import CLIENT_OPTIONS
-from splitspec.errors import UserError
+from splitspec.channels import CLIENT_OPTIONS, check_peer_address
+from splitspec.checks import check_sampling_ranges
+from splitspec.commands import check_range
+from splitspec.errors import InvalidArgument, UserError
 from splitspec.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
+
+MAX_UINT32 = 2**32 - 1
 
 
 class AskFailed(Exception):
@@ -35,10 +39,33 @@ class Question:
     draft_count: int | None = None
 
     def __post_init__(self) -> None:
+        """Refuse what no coordinator answers, before anything is started for it.
+
+        Raises:
+            UserError: names the flag or what is wrong with the text.
+        """
+        for name, text in (
+            ("prompt", self.prompt),
+            ("system message", self.system or ""),
+            ("stop string", "".join(self.stop)),
+        ):
+            _check_unicode(name, text)
         if not self.prompt.strip():
             raise UserError("the prompt is empty")
         if self.system is not None and not self.chat:
             raise UserError("--system goes with a chat, not with --raw")
+        if not all(self.stop):
+            raise UserError("a --stop string is empty")
+        if self.max_tokens is not None:
+            check_range("--max-tokens", self.max_tokens, 1, MAX_UINT32)
+        try:
+            check_sampling_ranges(
+                temperature=self.temperature or 0.0,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                min_p=self.min_p or 0.0,
+            )
+        except InvalidArgument as error:
+            raise UserError(error.message.replace("sampling.", "--").replace("_", "-")) from error
 
     def request(self) -> generation_pb2.GenerateRequest:
         """Return the message that asks it."""
@@ -64,6 +91,14 @@ class Question:
         return request
 
 
+def _check_unicode(name: str, text: str) -> None:
+    # Bytes of an argument that are no UTF-8 arrive as lone surrogates, which no message can hold.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"the {name} is not UTF-8") from None
+
+
 @dataclass(kw_only=True)
 class Answer:
     """What came back."""
@@ -77,9 +112,10 @@ def ask(address: str, question: Question, on_text: Callable[[str], None]) -> Ans
     """Stream the answer to `question` from `address` through `on_text` and return all of it.
 
     Raises:
-        UserError: the service refused the request.
-        AskFailed: nothing answers there, or the answer broke off.
+        UserError: the address is none, or the service refused the request.
+        AskFailed: no coordinator answers there, or the answer broke off.
     """
+    check_peer_address(address)
     answer = Answer()
     with grpc.insecure_channel(address, CLIENT_OPTIONS) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(question.request())
@@ -92,26 +128,32 @@ def ask(address: str, question: Question, on_text: Callable[[str], None]) -> Ans
                 if response.HasField("finish"):
                     answer.finish.CopyFrom(response.finish)
         except grpc.RpcError as error:
-            raise _readable(error, address) from error
+            if answer.text:
+                on_text("\n")  # what is said next begins a line
+            raise _readable(error, address, began=bool(answer.token_ids)) from error
         finally:
             call.cancel()
     return answer
 
 
-def _readable(error: grpc.RpcError, address: str) -> Exception:
+def _readable(error: grpc.RpcError, address: str, *, began: bool) -> Exception:
     assert isinstance(error, grpc.Call)
     line = " ".join((error.details() or "no details").split())
     if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
         return UserError(line)
+    if began:
+        return AskFailed(f"the answer broke off: {line}")
+    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        return AskFailed(f"{address} is not a coordinator: it serves no Generation")
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return AskFailed(f"no answer from {address}: {line}")
     return AskFailed(f"{error.code().name}: {line}")
 
 
 def statistics_line(finish: generation_pb2.Finish) -> str:
-    """Return what an answer cost, on one line."""
-    cost = finish.statistics
-    return "  ".join(_statistics(cost)) + f"  seed {finish.seed}"
+    """Return what an answer cost and why it ended, on one line."""
+    reason = generation_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
+    return "  ".join((*_statistics(finish.statistics), f"finish {reason}", f"seed {finish.seed}"))
 
 
 def _statistics(cost: generation_pb2.GenerationStatistics) -> Iterator[str]:
@@ -125,6 +167,8 @@ def _statistics(cost: generation_pb2.GenerationStatistics) -> Iterator[str]:
     if cost.draft_token_count:
         share = 100 * cost.accepted_token_count / cost.draft_token_count
         yield f"accepted {cost.accepted_token_count}/{cost.draft_token_count} ({share:.0f} %)"
+    elif cost.draft_method:
+        yield "accepted 0/0"
     if cost.replay_count:
         yield f"replays {cost.replay_count}"
 

@@ -16,24 +16,37 @@ from typing import Annotated
 
 import typer
 
-from coordinator.chat import AskFailed, Question, ask, statistics_line
+from coordinator.chat import MAX_UINT32, AskFailed, Question, ask, statistics_line
 from coordinator.launch import ServiceFailed
-from coordinator.run import RunConfig, run_prompt
+from coordinator.run import MAX_DRAFT_COUNT, RunConfig, run_prompt
+from splitspec.commands import run_command_line
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
 
 EXIT_FAILURE, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
-VERBS: dict[tuple[str, str], tuple[str, str]] = {
-    ("serve", "verifier"): ("verifier_service", "serve"),
-    ("serve", "drafter"): ("drafter_service", "serve"),
-    ("serve", "coordinator"): ("coordinator", "serve"),
-    ("export", "target"): ("verifier_service", "export target"),
-    ("model", "pull"): ("graph_runtime", "model pull"),
-    ("model", "list"): ("graph_runtime", "model list"),
-    ("model", "show"): ("graph_runtime", "model show"),
+VERBS: dict[tuple[str, str], tuple[str, str, str]] = {
+    ("serve", "verifier"): (
+        "verifier_service",
+        "serve",
+        "Run the target and decide which draft tokens stand.",
+    ),
+    ("serve", "drafter"): ("drafter_service", "serve", "Propose draft tokens for a target."),
+    ("serve", "coordinator"): (
+        "coordinator",
+        "serve",
+        "Answer prompts with a verifier and a drafter that run already.",
+    ),
+    ("export", "target"): (
+        "verifier_service",
+        "export target",
+        "Lower the target to a program in the cache, unless it is there.",
+    ),
+    ("model", "pull"): ("graph_runtime", "model pull", "Download and convert a model."),
+    ("model", "list"): ("graph_runtime", "model list", "List models: pulled and known ones."),
+    ("model", "show"): ("graph_runtime", "model show", "Show a model's shape and hashes."),
 }
-"""(group, verb) -> (module, its verb). Everything after the verb is passed on as it is."""
+"""(group, verb) -> (module, its verb, help). What follows the verb is passed on as it is."""
 
 GROUPS = {
     "serve": "Serve one of the three processes.",
@@ -52,18 +65,20 @@ Prompt = Annotated[str, typer.Argument(help='What to ask. "-" reads it from stan
 Chat = Annotated[bool, typer.Option("--chat/--raw", help="Chat, or continue the text as it is.")]
 System = Annotated[str | None, typer.Option(help="System message of the chat.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy, the default.")]
-TopK = Annotated[int | None, typer.Option(min=0, help="Keep the k likeliest tokens.")]
+TopK = Annotated[
+    int | None, typer.Option(min=0, max=MAX_UINT32, help="Keep the k likeliest tokens.")
+]
 TopP = Annotated[float | None, typer.Option(help="Keep this much probability.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")]
 Seed = Annotated[
     int | None, typer.Option(min=0, max=2**64 - 1, help="Repeats a sampled answer exactly.")
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(min=0, max=2**32 - 1, help="Most tokens; default: context's end.")
+    int | None, typer.Option(min=1, max=MAX_UINT32, help="Most tokens; default: context's end.")
 ]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
 DraftCount = Annotated[
-    int | None, typer.Option(min=0, max=2**32 - 1, help="Draft tokens a round; 0: target only.")
+    int | None, typer.Option(min=0, max=MAX_UINT32, help="Draft tokens a round; 0: target only.")
 ]
 CacheDir = Annotated[
     Path, typer.Option(envvar="SPLITSPEC_CACHE_DIR", help="Models, programs and logs.")
@@ -75,7 +90,10 @@ def run(
     prompt: Prompt,
     model: Annotated[str, typer.Option(help="Pulled model, or a folder.")] = "smollm2-135m",
     draft: Annotated[str, typer.Option(help='Drafting method; "none": target only.')] = "ngram",
-    draft_count: DraftCount = None,
+    draft_count: Annotated[
+        int | None,
+        typer.Option(min=0, max=MAX_DRAFT_COUNT, help="Draft tokens a round; 0: target only."),
+    ] = None,
     max_tokens: MaxTokens = 256,
     chat: Chat = True,
     system: System = None,
@@ -88,7 +106,9 @@ def run(
     compare: Annotated[bool, typer.Option(help="Answer target-only too, and compare.")] = False,
     runtime: Annotated[str | None, typer.Option(help="executorch or torch.")] = None,
     precision: Annotated[str | None, typer.Option(help="Precision of the target.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the target.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Threads of the target.")
+    ] = None,
     trace_file: Annotated[Path | None, typer.Option(help="JSON-lines file for spans.")] = None,
     cache_dir: CacheDir = DEFAULT_CACHE_DIR,
 ) -> None:
@@ -174,10 +194,10 @@ def _become(module: str, arguments: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
 
 
-def _add_verb(group: typer.Typer, verb: str, module: str, module_verb: str) -> None:
+def _add_verb(group: typer.Typer, verb: str, module: str, module_verb: str, text: str) -> None:
     @group.command(
         verb,
-        help=f"python -m {module} {module_verb}",
+        help=text,
         add_help_option=False,  # --help is the module's
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )
@@ -188,14 +208,19 @@ def _add_verb(group: typer.Typer, verb: str, module: str, module_verb: str) -> N
 def _add_groups() -> None:
     for name, text in GROUPS.items():
         group = typer.Typer(help=text, no_args_is_help=True)
-        for (owner, verb), (module, module_verb) in VERBS.items():
+        for (owner, verb), passed_on in VERBS.items():
             if owner == name:
-                _add_verb(group, verb, module, module_verb)
+                _add_verb(group, verb, *passed_on)
         app.add_typer(group, name=name)
 
 
 def _read(prompt: str) -> str:
-    return sys.stdin.read() if prompt == "-" else prompt
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError:
+        raise UserError("the prompt is not UTF-8") from None
 
 
 def _show(text: str) -> None:
@@ -237,7 +262,7 @@ _add_groups()
 
 def main() -> None:
     """Run the command line."""
-    app()
+    run_command_line(app)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,18 @@ READY_SECONDS = 600.0
 QUIET_SECONDS = 15.0
 """How often a wait is mentioned where there is no terminal to redraw."""
 PULL_USER_ERROR = 2
-LOG_PREFIX = re.compile(r"^[\d-]+ [\d:,]+ \w+ [A-Z]+ ")
+PROGRESS = re.compile(r"^(?!\d{4}-).*\b\d{1,3} ?%")
+"""A bar, "export 8da8w:  40%|...", in contrast to a service's log lines, which begin with a date.
+A person who waits is told of nothing else: the rest is for whoever reads the log."""
+PRECISIONS = {
+    "executorch": ("fp32", "8da8w", "8da4w", "q4_1"),
+    "torch": ("fp32", "bf16"),
+}
+"""Runtime -> precisions, as the verifier has them: what it would refuse is refused before a start.
+The first runtime is its default."""
+METHODS = ("ngram", "none")
+MAX_DRAFT_COUNT = 7
+"""What the verifier and the drafter allow as they are started here: their default."""
 SERVICE_MODULES = {
     "drafter": "drafter_service",
     "verifier": "verifier_service",
@@ -58,6 +69,14 @@ class RunConfig:
     """Answer a second time without drafts, and say whether the text is the same."""
 
     def __post_init__(self) -> None:
+        if self.draft not in METHODS:
+            raise UserError(f"--draft {self.draft!r} is not {' or '.join(METHODS)}")
+        runtime = self.runtime or next(iter(PRECISIONS))
+        if runtime not in PRECISIONS:
+            raise UserError(f"--runtime {runtime!r} is not {' or '.join(PRECISIONS)}")
+        if self.precision is not None and self.precision not in PRECISIONS[runtime]:
+            known = ", ".join(PRECISIONS[runtime])
+            raise UserError(f"--precision {self.precision!r}: --runtime {runtime} has {known}")
         if self.compare and self.draft == "none":
             raise UserError("--compare needs a draft to compare with; it is none")
         if self.trace_file is not None and not self.trace_file.expanduser().parent.is_dir():
@@ -182,11 +201,12 @@ def _socket_parent() -> str | None:
 
 
 class Waiting:
-    """A spinner with the newest log line of what is waited for; without a terminal plain lines."""
+    """A spinner with the progress of what is waited for; without a terminal plain lines."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._status = self._console.status("starting the services")
+        self._progress: dict[str, str] = {}
         self._text = Text()
         self._mentioned = time.monotonic()
 
@@ -199,7 +219,9 @@ class Waiting:
 
     def show(self, name: str, line: str) -> None:
         """Say that the service `name`, which last logged `line`, is not ready yet."""
-        text = Text(f"starting the {name}  {LOG_PREFIX.sub('', line)}")
+        if PROGRESS.match(line):
+            self._progress[name] = line
+        text = Text(f"starting the {name}  {self._progress.get(name, '')}".rstrip())
         text.truncate(max(20, self._console.width - 4), overflow="ellipsis")
         if self._console.is_terminal:
             self._status.update(text)

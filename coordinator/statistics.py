@@ -64,7 +64,7 @@ def finish_message(
             wire=_duration(times.wire),
             coordinator=_duration(times.coordinator),
         ),
-        draft_method=draft_method if session.draft_token_count else "",
+        draft_method=draft_method if session.draft_count else "",
     )
     return generation_pb2.Finish(
         reason=generation_pb2.FinishReason.Name(reason),

@@ -8,7 +8,8 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from splitspec.errors import SplitspecError
+from splitspec.channels import check_peer_address
+from splitspec.errors import SplitspecError, UserError
 from splitspec.wire_errors import error_from_rpc
 
 
@@ -35,9 +36,14 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m splitspec.probe ADDRESS [SERVICE]", file=sys.stderr)
         return 2
     try:
+        check_peer_address(arguments[0])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
         status = asyncio.run(peer_health(arguments[0], "".join(arguments[1:])))
     except SplitspecError as error:
-        status = f"unreachable: {error.message}"
+        status = f"unreachable: {error.message.removeprefix('peer unreachable: ')}"
     print(status)
     return 0 if status == "SERVING" else 1
 

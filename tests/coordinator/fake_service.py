@@ -23,7 +23,7 @@ WORDS = ["héllo ", "wörld ", "again "]
 
 
 class FakeGeneration(generation_pb2_grpc.GenerationServicer):
-    """Streams WORDS for any prompt, forever when the prompt is "forever"."""
+    """Streams WORDS for any prompt, forever or not to the end when the prompt says so."""
 
     def __init__(self) -> None:
         self.requests: list[generation_pb2.GenerateRequest] = []
@@ -32,16 +32,19 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
     def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[generation_pb2.GenerateResponse]:
-        """Answer, or refuse when max_tokens is 0."""
+        """Answer, or refuse a draft_count of 1000."""
         self.requests.append(request)
         context.add_callback(self.cancelled.set)
-        if request.HasField("max_tokens") and request.max_tokens == 0:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 0; expected >= 1")
+        if request.draft_count == 1000:
+            refusal = "draft_count is 1000; expected 0..7"
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, refusal)
         if request.HasField("max_tokens") and request.max_tokens == 99:
             context.abort(grpc.StatusCode.INTERNAL, "the engine\nfailed")
         prompt = request.text or request.conversation.messages[-1].content
         for i, word in enumerate(WORDS):
             yield generation_pb2.GenerateResponse(token_ids=[i], text_delta=word)
+        if prompt == "break off":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the verifier was lost")
         while prompt == "forever" and context.is_active():
             yield generation_pb2.GenerateResponse(token_ids=[7], text_delta="more ")
             time.sleep(0.02)

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from typer.testing import CliRunner
 
@@ -68,7 +70,7 @@ def test_every_flag_of_generate_reaches_the_request(
     assert done.returncode == 0
     assert done.stderr == (
         "tokens 3  tau 2.00  25.0 tok/s  first token 210 ms  draft ngram  rounds 1  "
-        "accepted 1/4 (25 %)  seed 11\n"
+        "accepted 1/4 (25 %)  finish stop  seed 11\n"
     )
     request = generation.requests[0]
     assert (request.text, request.max_tokens, request.draft_count) == ("continue thís", 5, 3)
@@ -80,9 +82,9 @@ def test_every_flag_of_generate_reaches_the_request(
 
 
 def test_a_refused_request_is_the_users_mistake(generation: FakeGeneration, tmp_path: Path) -> None:
-    done = generate(tmp_path, "hello", "--max-tokens", "0")
+    done = generate(tmp_path, "hello", "--draft-count", "1000")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: max_tokens is 0; expected >= 1\n"
+    assert done.stderr == "error: draft_count is 1000; expected 0..7\n"
     assert len(generation.requests) == 1
 
 
@@ -92,6 +94,28 @@ def test_a_failing_service_is_one_line_and_a_failure(
     done = generate(tmp_path, "hello", "--max-tokens", "99")
     assert (done.returncode, done.stderr) == (1, "error: INTERNAL: the engine failed\n")
     assert len(generation.requests) == 1
+
+
+def test_an_answer_that_breaks_off_is_told_on_a_line_of_its_own(
+    generation: FakeGeneration, tmp_path: Path
+) -> None:
+    done = generate(tmp_path, "break off")
+    assert (done.returncode, done.stdout) == (1, TEXT)
+    assert done.stderr == "error: the answer broke off: the verifier was lost\n"
+    assert len(generation.requests) == 1
+
+
+def test_a_service_that_is_no_coordinator_is_named(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/generation.sock"
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        done = generate(tmp_path, "hello")
+    finally:
+        server.stop(0).wait()
+    assert done.returncode == 1
+    assert done.stderr == f"error: {address} is not a coordinator: it serves no Generation\n"
 
 
 def test_a_service_that_is_not_there_is_one_line_that_names_it(tmp_path: Path) -> None:
@@ -156,9 +180,12 @@ def test_a_verb_becomes_its_module_with_all_its_arguments(
     monkeypatch.setattr(os, "execv", record)
     result = CliRunner().invoke(cli.app, [group, verb, "x", "--flag", "a b", "--help"])
     assert result.exit_code == 0, result.output
-    module, module_verb = cli.VERBS[group, verb]
+    module, module_verb, text = cli.VERBS[group, verb]
     expected = ["-P", "-m", module, *module_verb.split(), "x", "--flag", "a b", "--help"]
     assert calls == [[sys.executable, *expected]]
+    listed = CliRunner().invoke(cli.app, [group, "--help"], env={"COLUMNS": "120"}).output
+    assert text in listed
+    assert "python -m" not in listed
 
 
 def config(tmp_path: Path, draft: str = "ngram", *, compare: bool = False) -> RunConfig:

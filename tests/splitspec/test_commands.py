@@ -54,3 +54,54 @@ def test_a_mistake_and_a_fault_are_one_line_and_a_code_each(
         run_app(app, "process")
     assert ended.value.code == code
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--slot-cuont", "1"], "no such option --slot-cuont (did you mean --slot-count?)"),
+        (["--zzz"], "no such option --zzz"),
+        (["--slot-count"], "option '--slot-count' requires an argument"),
+        (["extra", "--slot-count", "1"], "got unexpected extra argument"),
+        ([], "missing option '--slot-count' (env var: 'SPLITSPEC_SLOT_COUNT')"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    arguments: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def show(slot_count: Annotated[int, flag("slot-count", "Sessions.")]) -> None:
+        print(slot_count)
+
+    monkeypatch.setattr("sys.argv", ["process", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, "process")
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told.startswith(f"error: {line}")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(KeyboardInterrupt(), 130), (typer.Exit(3), 3), (typer.Abort(), 1), (SystemExit(143), 143)],
+    ids=repr,
+)
+def test_other_ends_of_a_command_keep_their_codes(
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def end() -> None:
+        raise raised
+
+    monkeypatch.setattr("sys.argv", ["process"])
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, "process")
+    assert ended.value.code == code
