@@ -24,7 +24,7 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted({str(file) for file in weight_map.values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(f"{index} is not an index of safetensors files") from error
         for name in names:
             if Path(name).name != name or not (folder / name).is_file():

@@ -167,7 +167,9 @@ def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
         '{"weight_map": {"a": "gone.safetensors"}}',
         '{"weight_map": {"a": "../m/model.safetensors"}}',
         '{"weight_map": {"a": 3}}',
+        "[" * 200_000,
     ],
+    ids=range(8),
 )
 def test_a_broken_index_is_one_clear_line(index: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "m")
