@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -55,15 +57,8 @@ def load_target(
     if runtime == "executorch":
         if device != "cpu":
             raise UserError(f"device is {device!r}; --runtime executorch runs on cpu only")
-        # Imported here only: executorch is not installed where torch has CUDA.
-        try:
+        with needing_executorch():
             from graph_runtime.programs import load_program_target
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in ("executorch", "torchao"):
-                raise
-            raise UserError(
-                f"--runtime executorch needs the package {error.name}; try --runtime torch"
-            ) from error
         return load_program_target(
             folder=folder,
             model_id=model_id,
@@ -90,6 +85,23 @@ def load_target(
         threads=threads,
         device=device,
     )
+
+
+@contextmanager
+def needing_executorch() -> Iterator[None]:
+    """Import `graph_runtime.programs` in this block: it is not installed where torch has CUDA.
+
+    Raises:
+        UserError: names the package that is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("executorch", "torchao"):
+            raise
+        raise UserError(
+            f"--runtime executorch needs the package {error.name}; try --runtime torch"
+        ) from error
 
 
 def load_torch_target(

@@ -13,8 +13,7 @@ from typing import Annotated
 
 import typer
 
-from graph_runtime.load import load_target
-from graph_runtime.target import Target
+from graph_runtime.load import load_target, needing_executorch
 from splitspec.commands import flag, run_app
 from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
 from splitspec.serving import run_service
@@ -99,37 +98,39 @@ def export_target(
     model: Model,
     precision: Precision = None,
     cache_dir: CacheDir = DEFAULT_CACHE_DIR,
-    slot_count: SlotCount = VerifierConfig.slot_count,
     max_context_length: ContextLength = VerifierConfig.max_context_length,
     max_prefill_chunk: PrefillChunk = VerifierConfig.max_prefill_chunk,
     tap_layers: TapLayers = None,
-    threads: Threads = None,
 ) -> None:
-    """Lower the target to a program in the cache, unless it is there; `serve` does so by itself."""
+    """Lower the target to a program in the cache, unless it is there, and print its path.
+
+    `serve` with the same flags does so by itself.
+    """
     config = VerifierConfig(
         model=model,
         precision=precision,
         cache_dir=cache_dir,
-        slot_count=slot_count,
         max_context_length=max_context_length,
         max_prefill_chunk=max_prefill_chunk,
         tap_layers=parse_tap_layers(tap_layers),
-        threads=threads,
     )
-    _load_target(config, model_folder(config.model, config.cache_dir))
+    folder = model_folder(config.model, config.cache_dir)
+    with needing_executorch():
+        from graph_runtime.programs import ensure_program
+    path = ensure_program(
+        folder=folder,
+        precision=config.chosen_precision,
+        cache_dir=config.cache_dir.expanduser(),
+        tap_layers=config.tap_layers,
+        max_context_length=config.max_context_length,
+        max_prefill_chunk=config.max_prefill_chunk,
+    )
+    typer.echo(path)
 
 
 def load_engine(config: VerifierConfig, folder: Path, stop: threading.Event) -> Engine:
     """Load and warm up what `config` says, on the engine's thread; `stop` ends an export."""
-    engine = Engine(_load_target(config, folder, stop), max_draft_count=config.max_draft_count)
-    engine.warm_up()
-    return engine
-
-
-def _load_target(
-    config: VerifierConfig, folder: Path, stop: threading.Event | None = None
-) -> Target:
-    return load_target(
+    target = load_target(
         folder=folder,
         model_id=config.model_id,
         runtime=config.runtime,
@@ -143,6 +144,9 @@ def _load_target(
         device=config.device,
         stop=stop,
     )
+    engine = Engine(target, max_draft_count=config.max_draft_count)
+    engine.warm_up()
+    return engine
 
 
 def main() -> None:
