@@ -8,6 +8,7 @@ stands in as an empty one while the runtime is imported. `lowering.py` imports t
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -36,8 +37,27 @@ def _without_exporter() -> Iterator[None]:
 
 with _without_exporter():
     from executorch.extension.pybindings.portable_lib import (
-        _unsafe_reset_threadpool as reset_threadpool,
+        _threadpool_get_thread_count,
+        _unsafe_reset_threadpool,
     )
     from executorch.runtime import Method, Program, Runtime
 
-__all__ = ["Method", "Program", "Runtime", "reset_threadpool"]
+__all__ = ["Method", "Program", "Runtime", "start_threadpool"]
+
+
+def start_threadpool(threads: int | None) -> None:
+    """Start the threads that run programs; None: the runtime's own choice.
+
+    NOTE: the pool's first use looks for a phone's processor and logs what it lacks, straight
+    to file descriptor 2. For the millisecond that this takes nobody's stderr is heard.
+    """
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+            _threadpool_get_thread_count()
+            if threads is not None:
+                _unsafe_reset_threadpool(threads)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)

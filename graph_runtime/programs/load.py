@@ -10,7 +10,7 @@ import executorch.kernels.quantized
 import torch
 
 from graph_runtime.model_files import model_hash, tokenizer_hash
-from graph_runtime.programs.executorch_runtime import Program, Runtime, reset_threadpool
+from graph_runtime.programs.executorch_runtime import Program, Runtime, start_threadpool
 from graph_runtime.programs.export import check_digest, ensure_program
 from graph_runtime.programs.metadata import ProgramMetadata, read_metadata
 from graph_runtime.programs.program_target import ProgramTarget, check_fits
@@ -49,7 +49,7 @@ def load_program_target(
     )
     if threads is not None:
         torch.set_num_threads(threads)
-        reset_threadpool(threads)
+    start_threadpool(threads)
     program = open_program(path)
     metadata = read_metadata(program, path)
     check_fits(metadata, path, model_hash(folder, cache_dir), precision)

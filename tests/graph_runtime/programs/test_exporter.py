@@ -177,6 +177,18 @@ def test_a_stop_ends_the_wait_for_another_export(tmp_path: Path) -> None:
             ensure()
 
 
+@pytest.mark.parametrize("threads", [None, 1])
+def test_the_start_of_the_threads_says_nothing_and_leaves_stderr_as_it_was(
+    threads: int | None,
+) -> None:
+    script = (
+        "import sys; from graph_runtime.programs.executorch_runtime import start_threadpool\n"
+        f"start_threadpool({threads})\nprint('heard', file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True)
+    assert done.stderr == b"heard\n"
+
+
 @contextmanager
 def exporting(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Run a verifier's command in a session of its own until it exports; yields the exporter."""
