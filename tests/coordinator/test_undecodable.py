@@ -101,7 +101,6 @@ async def test_a_handshake_that_is_undecodable_is_tried_again(
 ) -> None:
     async with stand() as s:
         spoilt["GetModel"] = 2
-        _peer(s, peer).revive_seconds = 0.0
         _peer(s, peer).die()
         async with asyncio.timeout(10):
             while +spoilt:
@@ -157,7 +156,6 @@ async def test_error_details_that_are_undecodable_are_a_loss_like_any_other(
                 yield reply
 
         monkeypatch.setattr(peer, method, get_model if method == "GetModel" else run_steps)
-        _peer(s, peer).revive_seconds = 0.0
         _peer(s, peer).die()
         async with asyncio.timeout(10):
             while left[0]:
