@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,23 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
         ensure(make_model(), tmp_path)
     assert exports
     assert [path.suffix for path in (tmp_path / "programs").iterdir()] == [".lock"]
+
+
+def test_what_a_killed_export_left_is_cleared_by_the_next(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left(arguments: Sequence[str], **_: Any) -> None:
+        path = Path(arguments[1])
+        assert not list(path.parent.glob("*.partial"))
+        for name in (path.name, path.with_suffix(".sha256").name):
+            path.with_name(f"{name}.123.partial").write_bytes(b"half a fi")
+        raise UserError("it was killed")
+
+    monkeypatch.setattr(export, "run_exporter", left)
+    folder = make_model()
+    for _ in range(2):
+        with pytest.raises(UserError, match="it was killed"):
+            ensure(folder, tmp_path)
 
 
 def test_a_truncated_program_is_refused(program_copy: Path) -> None:
