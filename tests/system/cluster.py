@@ -64,6 +64,8 @@ class Gate:
 
     def hold(self, position: int) -> None:
         """Let no pass begin that starts at `position` or beyond."""
+        # A pass that `open` let through may have said once more that it waits.
+        (self.folder / "held").unlink(missing_ok=True)
         # Renamed into place: the verifier never reads half a number.
         (self.folder / "next").write_text(str(position))
         (self.folder / "next").rename(self.folder / "hold")
