@@ -27,7 +27,7 @@ from splitspec.v1 import sampling_pb2 as splitspec_dot_v1_dot_sampling__pb2
 from splitspec.v1 import step_pb2 as splitspec_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsplitspec/v1/verifier.proto\x12\x0csplitspec.v1\x1a\x17splitspec/v1/rows.proto\x1a\x1bsplitspec/v1/sampling.proto\x1a\x17splitspec/v1/step.proto\"\x19\n\x17VerifierGetModelRequest\"\x8c\x03\n\x18VerifierGetModelResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x12\n\nmodel_hash\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x12\n\ntap_layers\x18\x06 \x03(\r\x12,\n\x0brow_layouts\x18\x07 \x03(\x0b\x32\x17.splitspec.v1.RowLayout\x12\x17\n\x0fmax_draft_count\x18\x08 \x01(\r\x12\x19\n\x11min_prefill_chunk\x18\t \x01(\r\x12\x19\n\x11max_prefill_chunk\x18\n \x01(\r\x12\x1a\n\x12max_context_length\x18\x0b \x01(\r\x12\x12\n\nslot_count\x18\x0c \x01(\r\x12\x11\n\tprecision\x18\r \x01(\t\x12\x0f\n\x07runtime\x18\x0e \x01(\t\x12\x1f\n\x17shared_memory_namespace\x18\x0f \x01(\t\"f\n\tRowLayout\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.splitspec.v1.RowKind\x12\r\n\x05width\x18\x02 \x01(\r\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.splitspec.v1.RowDtype\"P\n\x17VerifierRunStepsRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.splitspec.v1.VerifyItem\"\xd4\x02\n\nVerifyItem\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x1d\n\x10\x63ommitted_length\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12)\n\x04open\x18\x04 \x01(\x0b\x32\x19.splitspec.v1.OpenSessionH\x00\x12-\n\x07prefill\x18\x05 \x01(\x0b\x32\x1a.splitspec.v1.PrefillChunkH\x00\x12,\n\x06verify\x18\x06 \x01(\x0b\x32\x1a.splitspec.v1.VerifyWindowH\x00\x12)\n\x04\x66ork\x18\x07 \x01(\x0b\x32\x19.splitspec.v1.ForkSessionH\x00\x12/\n\x07release\x18\x08 \x01(\x0b\x32\x1c.splitspec.v1.ReleaseSessionH\x00\x42\x08\n\x06\x61\x63tionB\x13\n\x11_committed_length\"j\n\x0bOpenSession\x12\x32\n\x08sampling\x18\x01 \x01(\x0b\x32 .splitspec.v1.SamplingParameters\x12\'\n\x08row_kind\x18\x02 \x01(\x0e\x32\x15.splitspec.v1.RowKind\"0\n\x0cPrefillChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\"[\n\x0cVerifyWindow\x12\x1d\n\x10pending_token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0f\x64raft_token_ids\x18\x02 \x03(\rB\x13\n\x11_pending_token_id\"n\n\x0b\x46orkSession\x12\x16\n\x0esource_session\x18\x01 \x01(\x04\x12\x13\n\x06length\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\'\n\x04open\x18\x03 \x01(\x0b\x32\x19.splitspec.v1.OpenSessionB\t\n\x07_length\"\x10\n\x0eReleaseSession\"\x85\x01\n\x18VerifierRunStepsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12/\n\x07results\x18\x02 \x03(\x0b\x32\x1e.splitspec.v1.VerifyItemResult\x12*\n\x07timings\x18\x03 \x01(\x0b\x32\x19.splitspec.v1.StepTimings\"\xcf\x01\n\x10VerifyItemResult\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x02 \x01(\r\x12(\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x17.splitspec.v1.ItemErrorH\x00\x12.\n\x07prefill\x18\x04 \x01(\x0b\x32\x1b.splitspec.v1.PrefillResultH\x00\x12,\n\x06verify\x18\x05 \x01(\x0b\x32\x1a.splitspec.v1.VerifyResultH\x00\x42\x08\n\x06result\"a\n\rPrefillResult\x12\x1b\n\x0e\x62onus_token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.splitspec.v1.RowsB\x11\n\x0f_bonus_token_id\"`\n\x0cVerifyResult\x12\x16\n\x0e\x61\x63\x63\x65pted_count\x18\x01 \x01(\r\x12\x16\n\x0e\x62onus_token_id\x18\x02 \x01(\r\x12 \n\x04rows\x18\x03 \x01(\x0b\x32\x12.splitspec.v1.Rows2\xc4\x01\n\x08Verifier\x12Y\n\x08GetModel\x12%.splitspec.v1.VerifierGetModelRequest\x1a&.splitspec.v1.VerifierGetModelResponse\x12]\n\x08RunSteps\x12%.splitspec.v1.VerifierRunStepsRequest\x1a&.splitspec.v1.VerifierRunStepsResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsplitspec/v1/verifier.proto\x12\x0csplitspec.v1\x1a\x17splitspec/v1/rows.proto\x1a\x1bsplitspec/v1/sampling.proto\x1a\x17splitspec/v1/step.proto\"\x19\n\x17VerifierGetModelRequest\"\xa6\x03\n\x18VerifierGetModelResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x12\n\nmodel_hash\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x12\n\ntap_layers\x18\x06 \x03(\r\x12,\n\x0brow_layouts\x18\x07 \x03(\x0b\x32\x17.splitspec.v1.RowLayout\x12\x17\n\x0fmax_draft_count\x18\x08 \x01(\r\x12\x19\n\x11min_prefill_chunk\x18\t \x01(\r\x12\x19\n\x11max_prefill_chunk\x18\n \x01(\r\x12\x1a\n\x12max_context_length\x18\x0b \x01(\r\x12\x12\n\nslot_count\x18\x0c \x01(\r\x12\x11\n\tprecision\x18\r \x01(\t\x12\x0f\n\x07runtime\x18\x0e \x01(\t\x12\x1f\n\x17shared_memory_namespace\x18\x0f \x01(\t\x12\x18\n\x10\x66used_model_hash\x18\x10 \x01(\t\"f\n\tRowLayout\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.splitspec.v1.RowKind\x12\r\n\x05width\x18\x02 \x01(\r\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.splitspec.v1.RowDtype\"P\n\x17VerifierRunStepsRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.splitspec.v1.VerifyItem\"\xd4\x02\n\nVerifyItem\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x1d\n\x10\x63ommitted_length\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12)\n\x04open\x18\x04 \x01(\x0b\x32\x19.splitspec.v1.OpenSessionH\x00\x12-\n\x07prefill\x18\x05 \x01(\x0b\x32\x1a.splitspec.v1.PrefillChunkH\x00\x12,\n\x06verify\x18\x06 \x01(\x0b\x32\x1a.splitspec.v1.VerifyWindowH\x00\x12)\n\x04\x66ork\x18\x07 \x01(\x0b\x32\x19.splitspec.v1.ForkSessionH\x00\x12/\n\x07release\x18\x08 \x01(\x0b\x32\x1c.splitspec.v1.ReleaseSessionH\x00\x42\x08\n\x06\x61\x63tionB\x13\n\x11_committed_length\"j\n\x0bOpenSession\x12\x32\n\x08sampling\x18\x01 \x01(\x0b\x32 .splitspec.v1.SamplingParameters\x12\'\n\x08row_kind\x18\x02 \x01(\x0e\x32\x15.splitspec.v1.RowKind\"0\n\x0cPrefillChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\"[\n\x0cVerifyWindow\x12\x1d\n\x10pending_token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0f\x64raft_token_ids\x18\x02 \x03(\rB\x13\n\x11_pending_token_id\"n\n\x0b\x46orkSession\x12\x16\n\x0esource_session\x18\x01 \x01(\x04\x12\x13\n\x06length\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\'\n\x04open\x18\x03 \x01(\x0b\x32\x19.splitspec.v1.OpenSessionB\t\n\x07_length\"\x10\n\x0eReleaseSession\"\x85\x01\n\x18VerifierRunStepsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12/\n\x07results\x18\x02 \x03(\x0b\x32\x1e.splitspec.v1.VerifyItemResult\x12*\n\x07timings\x18\x03 \x01(\x0b\x32\x19.splitspec.v1.StepTimings\"\xcf\x01\n\x10VerifyItemResult\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x02 \x01(\r\x12(\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x17.splitspec.v1.ItemErrorH\x00\x12.\n\x07prefill\x18\x04 \x01(\x0b\x32\x1b.splitspec.v1.PrefillResultH\x00\x12,\n\x06verify\x18\x05 \x01(\x0b\x32\x1a.splitspec.v1.VerifyResultH\x00\x42\x08\n\x06result\"a\n\rPrefillResult\x12\x1b\n\x0e\x62onus_token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.splitspec.v1.RowsB\x11\n\x0f_bonus_token_id\"`\n\x0cVerifyResult\x12\x16\n\x0e\x61\x63\x63\x65pted_count\x18\x01 \x01(\r\x12\x16\n\x0e\x62onus_token_id\x18\x02 \x01(\r\x12 \n\x04rows\x18\x03 \x01(\x0b\x32\x12.splitspec.v1.Rows2\xc4\x01\n\x08Verifier\x12Y\n\x08GetModel\x12%.splitspec.v1.VerifierGetModelRequest\x1a&.splitspec.v1.VerifierGetModelResponse\x12]\n\x08RunSteps\x12%.splitspec.v1.VerifierRunStepsRequest\x1a&.splitspec.v1.VerifierRunStepsResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,31 +37,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFIERGETMODELREQUEST']._serialized_start=124
   _globals['_VERIFIERGETMODELREQUEST']._serialized_end=149
   _globals['_VERIFIERGETMODELRESPONSE']._serialized_start=152
-  _globals['_VERIFIERGETMODELRESPONSE']._serialized_end=548
-  _globals['_ROWLAYOUT']._serialized_start=550
-  _globals['_ROWLAYOUT']._serialized_end=652
-  _globals['_VERIFIERRUNSTEPSREQUEST']._serialized_start=654
-  _globals['_VERIFIERRUNSTEPSREQUEST']._serialized_end=734
-  _globals['_VERIFYITEM']._serialized_start=737
-  _globals['_VERIFYITEM']._serialized_end=1077
-  _globals['_OPENSESSION']._serialized_start=1079
-  _globals['_OPENSESSION']._serialized_end=1185
-  _globals['_PREFILLCHUNK']._serialized_start=1187
-  _globals['_PREFILLCHUNK']._serialized_end=1235
-  _globals['_VERIFYWINDOW']._serialized_start=1237
-  _globals['_VERIFYWINDOW']._serialized_end=1328
-  _globals['_FORKSESSION']._serialized_start=1330
-  _globals['_FORKSESSION']._serialized_end=1440
-  _globals['_RELEASESESSION']._serialized_start=1442
-  _globals['_RELEASESESSION']._serialized_end=1458
-  _globals['_VERIFIERRUNSTEPSRESPONSE']._serialized_start=1461
-  _globals['_VERIFIERRUNSTEPSRESPONSE']._serialized_end=1594
-  _globals['_VERIFYITEMRESULT']._serialized_start=1597
-  _globals['_VERIFYITEMRESULT']._serialized_end=1804
-  _globals['_PREFILLRESULT']._serialized_start=1806
-  _globals['_PREFILLRESULT']._serialized_end=1903
-  _globals['_VERIFYRESULT']._serialized_start=1905
-  _globals['_VERIFYRESULT']._serialized_end=2001
-  _globals['_VERIFIER']._serialized_start=2004
-  _globals['_VERIFIER']._serialized_end=2200
+  _globals['_VERIFIERGETMODELRESPONSE']._serialized_end=574
+  _globals['_ROWLAYOUT']._serialized_start=576
+  _globals['_ROWLAYOUT']._serialized_end=678
+  _globals['_VERIFIERRUNSTEPSREQUEST']._serialized_start=680
+  _globals['_VERIFIERRUNSTEPSREQUEST']._serialized_end=760
+  _globals['_VERIFYITEM']._serialized_start=763
+  _globals['_VERIFYITEM']._serialized_end=1103
+  _globals['_OPENSESSION']._serialized_start=1105
+  _globals['_OPENSESSION']._serialized_end=1211
+  _globals['_PREFILLCHUNK']._serialized_start=1213
+  _globals['_PREFILLCHUNK']._serialized_end=1261
+  _globals['_VERIFYWINDOW']._serialized_start=1263
+  _globals['_VERIFYWINDOW']._serialized_end=1354
+  _globals['_FORKSESSION']._serialized_start=1356
+  _globals['_FORKSESSION']._serialized_end=1466
+  _globals['_RELEASESESSION']._serialized_start=1468
+  _globals['_RELEASESESSION']._serialized_end=1484
+  _globals['_VERIFIERRUNSTEPSRESPONSE']._serialized_start=1487
+  _globals['_VERIFIERRUNSTEPSRESPONSE']._serialized_end=1620
+  _globals['_VERIFYITEMRESULT']._serialized_start=1623
+  _globals['_VERIFYITEMRESULT']._serialized_end=1830
+  _globals['_PREFILLRESULT']._serialized_start=1832
+  _globals['_PREFILLRESULT']._serialized_end=1929
+  _globals['_VERIFYRESULT']._serialized_start=1931
+  _globals['_VERIFYRESULT']._serialized_end=2027
+  _globals['_VERIFIER']._serialized_start=2030
+  _globals['_VERIFIER']._serialized_end=2226
 # @@protoc_insertion_point(module_scope)

@@ -14,7 +14,7 @@ class VerifierGetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierGetModelResponse(_message.Message):
-    __slots__ = ("protocol_version", "model_id", "model_hash", "tokenizer_hash", "vocab_size", "tap_layers", "row_layouts", "max_draft_count", "min_prefill_chunk", "max_prefill_chunk", "max_context_length", "slot_count", "precision", "runtime", "shared_memory_namespace")
+    __slots__ = ("protocol_version", "model_id", "model_hash", "tokenizer_hash", "vocab_size", "tap_layers", "row_layouts", "max_draft_count", "min_prefill_chunk", "max_prefill_chunk", "max_context_length", "slot_count", "precision", "runtime", "shared_memory_namespace", "fused_model_hash")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class VerifierGetModelResponse(_message.Message):
     PRECISION_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    FUSED_MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_id: str
     model_hash: str
@@ -45,7 +46,8 @@ class VerifierGetModelResponse(_message.Message):
     precision: str
     runtime: str
     shared_memory_namespace: str
-    def __init__(self, protocol_version: _Optional[int] = ..., model_id: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tap_layers: _Optional[_Iterable[int]] = ..., row_layouts: _Optional[_Iterable[_Union[RowLayout, _Mapping]]] = ..., max_draft_count: _Optional[int] = ..., min_prefill_chunk: _Optional[int] = ..., max_prefill_chunk: _Optional[int] = ..., max_context_length: _Optional[int] = ..., slot_count: _Optional[int] = ..., precision: _Optional[str] = ..., runtime: _Optional[str] = ..., shared_memory_namespace: _Optional[str] = ...) -> None: ...
+    fused_model_hash: str
+    def __init__(self, protocol_version: _Optional[int] = ..., model_id: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tap_layers: _Optional[_Iterable[int]] = ..., row_layouts: _Optional[_Iterable[_Union[RowLayout, _Mapping]]] = ..., max_draft_count: _Optional[int] = ..., min_prefill_chunk: _Optional[int] = ..., max_prefill_chunk: _Optional[int] = ..., max_context_length: _Optional[int] = ..., slot_count: _Optional[int] = ..., precision: _Optional[str] = ..., runtime: _Optional[str] = ..., shared_memory_namespace: _Optional[str] = ..., fused_model_hash: _Optional[str] = ...) -> None: ...
 
 class RowLayout(_message.Message):
     __slots__ = ("kind", "width", "dtype")
