@@ -10,12 +10,11 @@ Policy for keys. Every key is one of four kinds:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graph_runtime.config_values import boolean, integer, number
+from graph_runtime.config_values import boolean, integer, number, read_config_object
 from graph_runtime.rope_config import RopeScaling, rope_from_config
 from splitspec.errors import UserError
 
@@ -152,14 +151,7 @@ def read_config(folder: Path) -> DecoderConfig:
         UserError: missing, no JSON, or something that the decoder cannot compute, named.
     """
     path = folder / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object")
+    content = read_config_object(path)
     try:
         return parse_config(content)
     except (TypeError, ValueError, AttributeError) as error:

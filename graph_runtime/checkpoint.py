@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +19,54 @@ _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _DERIVED = ".rotary_emb.inv_freq"
 """Old checkpoints store this buffer; it follows from config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor that a file names in its header and that has not been read."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Return its content on the CPU, in its own dtype.
+
+        Raises:
+            UserError: the file is corrupt.
+        """
+        with _opened(self.path) as file:
+            return file.get_tensor(self.name)
+
+    def read_weight(self) -> torch.Tensor:
+        """Return its content on the CPU as float32.
+
+        Raises:
+            UserError: the file is corrupt, or a value is no finite floating-point number.
+        """
+        tensor = self.read()
+        _check_floating(self.path, self.name, tensor)
+        weight = tensor.float()
+        _check_finite(self.path, self.name, weight)
+        return weight
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return every tensor in `folder` by name, less derived buffers; only headers are read.
+
+    Raises:
+        UserError: no safetensors, a corrupt file, or one tensor in two files, named.
+    """
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(folder):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                if name in found:
+                    raise UserError(f"{path}: tensor {name} is in {found[name].path.name} too")
+                if not name.endswith(_DERIVED):
+                    shape = tuple(file.get_slice(name).get_shape())
+                    found[name] = StoredTensor(path=path, name=name, shape=shape)
+    return found
 
 
 def load_weights(decoder: nn.Module, folder: Path, *, tied: bool) -> None:
@@ -58,10 +109,16 @@ def _stored_name(name: str) -> str:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 - the file is no mapping
+            yield name, file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                yield name, file.get_tensor(name)
+            yield file
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a readable safetensors file: {error}") from error
 
@@ -72,11 +129,18 @@ def _copy(path: Path, name: str, tensor: torch.Tensor, parameter: torch.Tensor) 
             f"{path}: tensor {name} is {list(tensor.shape)}; "
             f"config.json asks for {list(parameter.shape)}"
         )
-    if not tensor.is_floating_point():
-        raise UserError(f"{path}: tensor {name} is {tensor.dtype}; expected floating point")
+    _check_floating(path, name, tensor)
     with torch.no_grad():
         parameter.copy_(tensor)
-        # One pass over what was just written: NaN and infinities show in the extremes.
-        extremes = torch.stack(torch.aminmax(parameter))
-    if not extremes.isfinite().all():
+        _check_finite(path, name, parameter)
+
+
+def _check_floating(path: Path, name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise UserError(f"{path}: tensor {name} is {tensor.dtype}; expected floating point")
+
+
+def _check_finite(path: Path, name: str, written: torch.Tensor) -> None:
+    # One pass over what was just written: NaN and infinities show in the extremes.
+    if not torch.stack(torch.aminmax(written)).isfinite().all():
         raise UserError(f"{path}: tensor {name} holds values that are not finite")

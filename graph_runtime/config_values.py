@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from splitspec.errors import UserError
 
 LARGEST_NUMBER = 1e30
 """Still a float32, and so is its reciprocal."""
+
+
+def read_config_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file `path`.
+
+    Raises:
+        UserError: it is missing, no JSON, or no object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return content
 
 
 def integer(values: Mapping[str, Any], key: str, *, least: int, most: int) -> int:
