@@ -1,8 +1,9 @@
-"""Export one program in a process of its own: `__main__.py PARENT FOLDER PATH KEY`.
+"""Export one program in a process of its own: `__main__.py PARENT KIND PATH SOURCE KEY`.
 
 An export takes over a gigabyte and imports the exporter; both end with this process, so that the
 service that needed the program keeps neither. PARENT is the process id of that service: this
-process does not outlive it. What it says on stdout is in `exporter`. Exit code 2: a user's mistake.
+process does not outlive it. SOURCE and KEY are JSON, see `export`. What it says on stdout is in
+`exporter`. Exit code 2: a user's mistake.
 """
 
 from __future__ import annotations
@@ -20,20 +21,19 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Run; returns the exit code."""
-    parent, folder, path, key = sys.argv[1:]
+    parent, kind, path, source, key = sys.argv[1:]
     _tie_to(int(parent))
     answers = _take_stdout()
     # Imported here: they take seconds, in which a killed parent would leave this process behind.
-    from graph_runtime.programs.export import ProgramKey, export_here
+    from graph_runtime.programs.kinds import export_here, read_key
     from splitspec.errors import UserError
 
     def report(phase: str) -> None:
         print(f"phase {phase}", file=answers, flush=True)
 
-    values = json.loads(key)
-    values["tap_layers"] = tuple(values["tap_layers"])
+    wanted = read_key(kind, json.loads(key))
     try:
-        export_here(Path(folder), Path(path), ProgramKey(**values), report)
+        export_here(json.loads(source), Path(path), wanted, report)
     except UserError as error:
         print(f"error {error}", file=answers, flush=True)
         return 2

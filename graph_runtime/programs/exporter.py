@@ -60,7 +60,7 @@ def run_exporter(
     """Run the exporter with `arguments` and show its progress; it has ended when this returns.
 
     Args:
-        arguments: FOLDER PATH KEY of `__main__`.
+        arguments: KIND PATH SOURCE KEY of `__main__`.
         title: what the progress is shown under.
         lock: the locked file, which the process holds too: the lock lives as long as either.
         stop: once it is set, the process is killed.

@@ -11,9 +11,10 @@ import torch
 
 from graph_runtime.model_files import model_hash, tokenizer_hash
 from graph_runtime.programs.executorch_runtime import Program, Runtime, start_threadpool
-from graph_runtime.programs.export import check_digest, ensure_program
+from graph_runtime.programs.export import check_digest
 from graph_runtime.programs.metadata import ProgramMetadata, read_metadata
 from graph_runtime.programs.program_target import ProgramTarget, check_fits
+from graph_runtime.programs.target_export import ensure_program
 from graph_runtime.target import TargetInfo
 from splitspec.errors import UserError
 

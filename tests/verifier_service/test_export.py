@@ -34,7 +34,7 @@ def export_target(model: Path, cache_dir: Path, *flags: str) -> subprocess.Compl
 def test_the_path_of_a_program_that_is_there_is_printed_and_the_program_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(_folder: Path, path: Path, *_others: Any) -> None:
+    def write(_source: Any, path: Path, *_others: Any) -> None:
         path.write_bytes(b"no program that could be loaded")
 
     monkeypatch.setattr(export, "_export", write)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ import pytest
 pytest.importorskip("executorch")
 
 from graph_runtime.programs import export
-from graph_runtime.programs.export import ProgramKey, ensure_program, export_here
+from graph_runtime.programs.export import ProgramKey, Source
+from graph_runtime.programs.kinds import KINDS, Kind, export_here, read_key
 from graph_runtime.programs.load import open_program
 from graph_runtime.programs.metadata import ProgramMetadata, read_metadata
 from graph_runtime.programs.program_target import check_fits
+from graph_runtime.programs.target_export import TargetKey, ensure_program
 from splitspec.errors import UserError
 from tests.graph_runtime.programs.conftest import CHUNK, CONTEXT, LoadProgram, MakeModel
 
@@ -36,8 +40,8 @@ def ensure(folder: Path, cache_dir: Path, **arguments: Any) -> Path:
     return ensure_program(folder=folder, cache_dir=cache_dir, **{**settings, **arguments})
 
 
-def export_in_this_process(folder: Path, path: Path, key: ProgramKey, *_: Any) -> None:
-    export_here(folder, path, key, lambda _phase: None)
+def export_in_this_process(source: Source, path: Path, key: ProgramKey, *_: Any) -> None:
+    export_here(source, path, key, lambda _phase: None)
 
 
 @pytest.fixture
@@ -45,11 +49,11 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the exporter by one that is quick and counts what it is asked for."""
     asked: list[str] = []
 
-    def build(_folder: Path, _config: Any, key: ProgramKey, _report: Any) -> bytes:
+    def build(key: ProgramKey, _source: Source, _report: Any) -> bytes:
         asked.append(key.precision)
         return b"a program"
 
-    monkeypatch.setattr(export, "build", build)
+    monkeypatch.setitem(KINDS, "target", Kind(key=TargetKey, build=build))
     monkeypatch.setattr(export, "_export", export_in_this_process)
     return asked
 
@@ -101,6 +105,17 @@ def test_what_changes_the_program_changes_its_name(
     folder = make_model()
     assert ensure(folder, tmp_path) != ensure(folder, tmp_path, **change)
     assert len(exports) == 2
+
+
+def test_the_exporter_s_process_reads_the_key_that_it_was_given() -> None:
+    key = TargetKey(
+        model_hash="00",
+        precision="fp32",
+        tap_layers=(0, 3),
+        max_context_length=64,
+        max_prefill_chunk=8,
+    )
+    assert read_key(key.kind, json.loads(json.dumps(asdict(key)))) == key
 
 
 def test_another_model_has_another_program(

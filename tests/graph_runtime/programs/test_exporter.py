@@ -20,8 +20,8 @@ import pytest
 pytest.importorskip("executorch")
 
 from graph_runtime.programs import exporter
-from graph_runtime.programs.export import ensure_program
 from graph_runtime.programs.exporter import PHASES, run_exporter
+from graph_runtime.programs.target_export import ensure_program
 from splitspec.errors import UserError
 from tests.tiny import write_tiny_model
 
@@ -258,4 +258,4 @@ def test_a_verifier_that_is_stopped_while_it_exports_ends_at_once(tmp_path: Path
         assert is_unlocked(tmp_path)
         assert process.stderr is not None
         said = process.stderr.read().decode().splitlines()
-    assert all(line.startswith("export 8da8w: ") for line in said), said
+    assert all(line.startswith("export target 8da8w: ") for line in said), said
