@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from graph_runtime.choice import Sampling
 from splitspec import PROTOCOL_VERSION
 from splitspec.checks import check_sampling, refuse_unknown, require_seed, top_p_of
 from splitspec.errors import InvalidArgument, SplitspecError
@@ -28,7 +29,6 @@ from verifier_service.steps import (
     VerifyItem,
     VerifyOutcome,
 )
-from verifier_service.verification import Sampling
 
 
 def decode_items(items: Sequence[pb.VerifyItem]) -> list[Item]:

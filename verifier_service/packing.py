@@ -9,6 +9,7 @@ from time import perf_counter_ns
 
 import torch
 
+from graph_runtime.choice import choose
 from graph_runtime.target import Span, SpanOutput, Target
 from splitspec.errors import NonFiniteLogits
 from verifier_service.sessions import Session
@@ -20,7 +21,7 @@ from verifier_service.steps import (
     VerifyItem,
     VerifyOutcome,
 )
-from verifier_service.verification import accept, choose
+from verifier_service.verification import accept
 
 assert sys.byteorder == "little", "rows cross the wire as this machine's own bytes"
 

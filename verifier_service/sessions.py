@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graph_runtime.choice import Sampling
 from graph_runtime.slots import OwnedSessions
-from verifier_service.verification import Sampling
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from graph_runtime.choice import Sampling
 from splitspec.errors import SplitspecError
 from splitspec.rows import RowFormat
-from verifier_service.verification import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

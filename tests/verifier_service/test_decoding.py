@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from graph_runtime.choice import Sampling
 from splitspec.errors import InvalidArgument
 from splitspec.rows import RowFormat
 from splitspec.v1 import rows_pb2, sampling_pb2
@@ -24,7 +25,6 @@ from verifier_service.steps import (
     VerifyItem,
     VerifyOutcome,
 )
-from verifier_service.verification import Sampling
 
 RAW = rows_pb2.ROW_KIND_RAW_TAPS
 FORMAT = RowFormat(kind=RAW, dtype=rows_pb2.ROW_DTYPE_FLOAT32, width=2)

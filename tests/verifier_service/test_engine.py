@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from graph_runtime.choice import Sampling
 from graph_runtime.target import Span, SpanOutput
 from splitspec.errors import (
     CommittedLengthMismatch,
@@ -24,7 +25,7 @@ from splitspec.errors import (
 )
 from splitspec.v1 import rows_pb2
 from tests.fakes import FakeTarget
-from tests.verifier_service.test_verification import reference_choice
+from tests.graph_runtime.test_choice import reference_choice
 from verifier_service.engine import Engine
 from verifier_service.sessions import StreamSessions
 from verifier_service.steps import (
@@ -40,7 +41,6 @@ from verifier_service.steps import (
     VerifyItem,
     VerifyOutcome,
 )
-from verifier_service.verification import Sampling
 
 NONE, RAW, FUSED = rows_pb2.ROW_KIND_NONE, rows_pb2.ROW_KIND_RAW_TAPS, rows_pb2.ROW_KIND_FUSED
 GREEDY = Sampling()

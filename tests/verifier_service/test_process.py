@@ -17,11 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from graph_runtime.choice import Sampling
 from splitspec.v1 import rows_pb2, sampling_pb2, verifier_pb2_grpc
 from splitspec.v1 import verifier_pb2 as pb
+from tests.graph_runtime.test_choice import reference_choice
 from tests.tiny import write_tiny_model
-from tests.verifier_service.test_verification import reference_choice
-from verifier_service.verification import Sampling
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_SECONDS = 120

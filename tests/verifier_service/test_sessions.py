@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from graph_runtime.choice import Sampling
 from splitspec.errors import InvalidArgument, SessionNotFound
 from verifier_service.sessions import Session, StreamSessions
-from verifier_service.verification import Sampling
 
 
 def session(slot: int = 0) -> Session:
