@@ -1,0 +1,281 @@
+"""How many tokens a round of a draft yields (tau), on prompts given as token ids.
+
+    python benchmarks/acceptance.py --prompts FILE --draft-model FOLDER [--draft-counts 3,5,7]
+
+FILE is JSONL with `prompt_ids` a line; other keys are not looked at. Each prompt is answered once a
+K through the three processes, until the model's own end token or `--max-tokens`. tau counts every
+answer's tokens after the first over its rounds, pooled over all answers: the prefill bonus is free.
+
+Prints a table for people, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import grpc
+
+from coordinator.launch import ServiceCommand, new_log_dir, services
+from splitspec.channels import CLIENT_OPTIONS
+from splitspec.errors import UserError
+from splitspec.folders import DEFAULT_CACHE_DIR
+from splitspec.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
+
+READY_SECONDS = 1800.0
+"""Programs of the target and of the draft may have to be exported first."""
+PATIENCE_SECONDS = 120.0
+"""How long the coordinator waits for a step: a late draft would count as a draft that is wrong."""
+Prompt = list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer and what it cost."""
+
+    token_ids: list[int]
+    statistics: generation_pb2.GenerationStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """One K's answers."""
+
+    draft_count: int
+    answers: list[Answer]
+    seconds: float
+
+    def report(self) -> dict[str, object]:
+        """Return the figures."""
+        costs = [answer.statistics for answer in self.answers]
+        rounds = sum(cost.round_count for cost in costs)
+        after_first = sum(cost.output_token_count - 1 for cost in costs)
+        drafted = sum(cost.draft_token_count for cost in costs)
+        accepted = sum(cost.accepted_token_count for cost in costs)
+        counts = [0] * max(len(cost.acceptance_length_counts) for cost in costs)
+        for cost in costs:
+            for index, count in enumerate(cost.acceptance_length_counts):
+                counts[index] += count
+        return {
+            "draft_count": self.draft_count,
+            "tau": round(after_first / rounds, 3) if rounds else 0.0,
+            "tokens_after_first": after_first,
+            "rounds": rounds,
+            "target_only_rounds": sum(cost.target_only_round_count for cost in costs),
+            "drafted": drafted,
+            "accepted": accepted,
+            "acceptance_length_counts": counts,
+            "tokens_per_second": round(after_first / self.seconds, 1),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    args = _parse(argv)
+    prompts = _read(args.prompts, args.prompt_count)
+    tallies = []
+    with (
+        tempfile.TemporaryDirectory(prefix="splitspec-") as sockets,
+        services(
+            _commands(args, Path(sockets)),
+            log_dir=new_log_dir(args.cache_dir),
+            timeout_seconds=READY_SECONDS,
+            on_wait=_Progress().show,
+        ) as children,
+        grpc.insecure_channel(children[-1].command.address, CLIENT_OPTIONS) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        _answer_all(stub, args, prompts[: args.sessions], args.draft_counts[0])  # warm-up
+        for draft_count in args.draft_counts:
+            tallies.append(_answer_all(stub, args, prompts, draft_count))
+            print(_line(tallies[-1].report()), file=sys.stderr)
+    reports = [tally.report() for tally in tallies]
+    texts = [[answer.token_ids for answer in tally.answers] for tally in tallies]
+    _print_table(reports)
+    print(json.dumps({**_settings(args, len(prompts)), **_differing(texts), "by_k": reports}))
+    return 0
+
+
+def _answer_all(
+    stub: generation_pb2_grpc.GenerationStub,
+    args: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    draft_count: int,
+) -> Tally:
+    ask = partial(_ask, stub, args, draft_count)
+    started = perf_counter()
+    with ThreadPoolExecutor(args.sessions) as pool:
+        answers = list(pool.map(ask, range(len(prompts)), prompts))
+    return Tally(
+        draft_count=draft_count, answers=answers, seconds=max(1e-9, perf_counter() - started)
+    )
+
+
+def _ask(
+    stub: generation_pb2_grpc.GenerationStub,
+    args: argparse.Namespace,
+    draft_count: int,
+    seed: int,
+    prompt: Prompt,
+) -> Answer:
+    """Answer one prompt; its number in the file is its seed, whatever K is."""
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=prompt),
+        sampling=sampling_pb2.SamplingParameters(
+            temperature=args.temperature, top_p=args.top_p, seed=seed
+        ),
+        max_tokens=args.max_tokens,
+        draft_count=draft_count,
+    )
+    token_ids: list[int] = []
+    for response in stub.Generate(request):
+        token_ids += response.token_ids
+        if response.HasField("finish"):
+            return Answer(token_ids=token_ids, statistics=response.finish.statistics)
+    raise RuntimeError("the answer broke off")
+
+
+def _commands(args: argparse.Namespace, sockets: Path) -> list[ServiceCommand]:
+    names = ("verifier", "drafter", "coordinator")
+    address = {name: f"unix:{sockets}/{name}.sock" for name in names}
+    flags: dict[str, dict[str, object]] = {
+        "verifier": {
+            "model": args.model,
+            "runtime": args.runtime,
+            "precision": args.precision,
+            "device": args.device,
+            "threads": args.threads,
+            "fuse-for": args.draft_model,
+            "slot-count": args.sessions,
+            "max-context-length": args.max_context_length,
+        },
+        "drafter": {"draft": args.draft, "slot-count": args.sessions + 2, **_draft_flags(args)},
+        "coordinator": {
+            "model": args.model,
+            "verifier": address["verifier"],
+            "drafter": address["drafter"],
+            "step-seconds": PATIENCE_SECONDS,
+            "draft-seconds": PATIENCE_SECONDS,
+            "queue-seconds": 86_400,
+            "queue-limit": 100_000,
+        },
+    }
+    modules = dict(zip(names, ("verifier_service", "drafter_service", "coordinator"), strict=True))
+    commands = []
+    for name in names:
+        given = {"address": address[name], "cache-dir": args.cache_dir, **flags[name]}
+        if args.draft != "eagle3" and name == "drafter":
+            del given["cache-dir"]
+        values = [f"--{flag}={value}" for flag, value in given.items() if value is not None]
+        arguments = ("-m", modules[name], "serve", *values)
+        commands.append(ServiceCommand(name=name, address=address[name], arguments=arguments))
+    return commands
+
+
+def _draft_flags(args: argparse.Namespace) -> dict[str, object]:
+    if args.draft != "eagle3":
+        return {}
+    return {
+        "draft-model": args.draft_model,
+        "target": args.model,
+        "rows": args.rows,
+        "row-dtype": args.row_dtype,
+        "runtime": args.draft_runtime,
+        "precision": args.draft_precision,
+        "device": args.draft_device,
+        "threads": args.threads,
+        "draft-sampling": args.draft_sampling,
+        "max-context-length": args.max_context_length,
+    }
+
+
+class _Progress:
+    """Says once what is waited for, and then each new line that it logs."""
+
+    def __init__(self) -> None:
+        self._said = ""
+
+    def show(self, name: str, line: str) -> None:
+        """Show a service's newest log line."""
+        if line and line != self._said:
+            self._said = line
+            print(f"{name}: {line[:150]}", file=sys.stderr)
+
+
+def _read(file: Path, count: int | None) -> list[Prompt]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()[:count] if line.strip()]
+    return [[int(token_id) for token_id in line["prompt_ids"]] for line in lines]
+
+
+def _settings(args: argparse.Namespace, prompt_count: int) -> dict[str, object]:
+    hidden = {"prompts", "cache_dir", "draft_counts", "prompt_count"}
+    given = {name: value for name, value in vars(args).items() if name not in hidden}
+    return {"benchmark": "acceptance", "prompts": prompt_count, **given}
+
+
+def _differing(texts: Sequence[Sequence[Sequence[int]]]) -> dict[str, int]:
+    """Count prompts whose answers are not the same for every K: 0 by law L4, bf16 apart."""
+    by_prompt = zip(*texts, strict=True)
+    return {"differing_answers": sum(len({tuple(ids) for ids in one}) > 1 for one in by_prompt)}
+
+
+def _line(report: dict[str, object]) -> str:
+    keys = ("draft_count", "tau", "rounds", "drafted", "accepted", "tokens_per_second")
+    return "  ".join(f"{key} {report[key]}" for key in keys)
+
+
+def _print_table(reports: Sequence[dict[str, object]]) -> None:
+    for row in reports[0]:
+        print(f"{row:28}" + "".join(f"{report[row]!s:>30}" for report in reports))
+
+
+def _counts(value: str) -> list[int]:
+    return [int(part) for part in value.split(",")]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with prompt_ids")
+    parser.add_argument("--prompt-count", type=int, default=None, help="the first ones only")
+    parser.add_argument("--model", default="smollm2-135m", help="pulled model, or a folder")
+    parser.add_argument("--draft", default="eagle3", help="eagle3 or ngram")
+    parser.add_argument("--draft-model", default=None, help="eagle3: the draft's folder")
+    parser.add_argument("--draft-counts", type=_counts, default=[3, 5, 7], help="K, with commas")
+    parser.add_argument("--draft-sampling", default=None, help="argmax or coupled")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=None)
+    parser.add_argument("--max-tokens", type=int, default=240)
+    parser.add_argument("--max-context-length", type=int, default=1024)
+    parser.add_argument("--sessions", type=int, default=1, help="answers at once")
+    parser.add_argument("--rows", default="fused", help="raw or fused")
+    parser.add_argument("--row-dtype", default=None, help="what the verifier's rows come in")
+    parser.add_argument("--runtime", default=None, help="the verifier's: executorch or torch")
+    parser.add_argument("--precision", default=None, help="the verifier's")
+    parser.add_argument("--device", default=None, help="the verifier's, with --runtime torch")
+    parser.add_argument("--draft-runtime", default=None, help="the drafter's")
+    parser.add_argument("--draft-precision", default=None, help="the drafter's")
+    parser.add_argument("--draft-device", default=None, help="the drafter's")
+    parser.add_argument("--threads", type=int, default=None, help="of the verifier and the drafter")
+    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR)
+    args = parser.parse_args(argv)
+    if args.draft == "eagle3" and args.draft_model is None:
+        parser.error("--draft eagle3 needs --draft-model")
+    args.cache_dir = args.cache_dir.expanduser()
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"error: {error}")
