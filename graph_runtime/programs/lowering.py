@@ -31,7 +31,12 @@ from executorch.exir.verification.verifier import EXIREdgeDialectVerifier
 from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401 - llama.update_cache
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
 
@@ -58,6 +63,7 @@ _CORE_FORMS: dict[Any, Any] = {
     _aten.item.default: _aten._local_scalar_dense.default,
     _aten.reshape.default: _aten.view_copy.default,
     _aten.select.int: _aten.select_copy.int,
+    _aten.slice.Tensor: _aten.slice_copy.Tensor,
     _aten.unsqueeze.default: _aten.unsqueeze_copy.default,
     _aten.view.default: _aten.view_copy.default,
 }
@@ -98,7 +104,8 @@ def lower(
 
     Args:
         programs: by method name, traced at the largest shapes they will run with; what
-            `write_cache` writes is the method's input itself.
+            `write_cache` writes is the method's input itself, or a buffer, which all the methods
+            that have one of its name share.
         constants: int, str, bool or list of int by constant method name.
         report: called with the name of each phase as it starts.
     """
@@ -115,9 +122,17 @@ def lower(
         report("plan memory and write")
         for name in programs:
             _write_in_place(edge.exported_program(name))
-        plan = _BoundedPlanning(alloc_graph_input=False, alloc_graph_output=True)
+        signatures = [edge.exported_program(name).graph_signature for name in programs]
+        plan = _BoundedPlanning(
+            alloc_graph_input=False,
+            alloc_graph_output=True,
+            share_mutable_buffers=any(signature.buffers_to_mutate for signature in signatures),
+        )
         settings = ExecutorchBackendConfig(
-            memory_planning_pass=plan, do_quant_fusion_and_const_prop=False
+            memory_planning_pass=plan,
+            do_quant_fusion_and_const_prop=False,
+            # A view of another tensor may not be marked as resizable after it.
+            remove_view_copy=False,
         )
         return edge.to_executorch(settings).buffer
 
@@ -131,12 +146,13 @@ def _to_edge(program: ExportedProgram, config: EdgeCompileConfig) -> ExportedPro
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
+    signature = _with_written_buffers(program)
     graph.lint()
     program.graph_module.recompile()
     return ExportedProgram(
         root=program.graph_module,
         graph=graph,
-        graph_signature=program.graph_signature,
+        graph_signature=signature,
         state_dict=program.state_dict,
         range_constraints=program.range_constraints,
         module_call_graph=program.module_call_graph,
@@ -167,6 +183,29 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         packet = getattr(getattr(exir_ops.edge, space), name)
         if node.target != _aten._local_scalar_dense.default:
             node.target = getattr(packet, node.target._overloadname)
+
+
+def _with_written_buffers(program: ExportedProgram) -> ExportGraphSignature:
+    """Return the signature in which the buffers that `write_cache` writes are mutable.
+
+    A mutable buffer's last value is an output of the graph, before those that a caller sees.
+    """
+    last: dict[str, fx.Node] = {}  # by the placeholder's name
+    roots: dict[fx.Node, fx.Node] = {}
+    buffers = program.graph_signature.inputs_to_buffers
+    for node in program.graph.nodes:
+        if node.target == torch.ops.splitspec.write_cache.default:
+            roots[node] = roots.get(node.args[1], node.args[1])
+            if roots[node].name in buffers:
+                last[roots[node].name] = node
+    (outputs,) = program.graph.output_node().args
+    program.graph.output_node().args = ((*last.values(), *outputs),)
+    written = [
+        OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(node.name), buffers[placeholder])
+        for placeholder, node in last.items()
+    ]
+    signature = program.graph_signature
+    return ExportGraphSignature(signature.input_specs, [*written, *signature.output_specs])
 
 
 def _write_in_place(program: ExportedProgram) -> None:
