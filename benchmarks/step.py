@@ -29,7 +29,7 @@ from graph_runtime.programs.export import check_digest, write_program
 from graph_runtime.programs.load import open_program
 from graph_runtime.programs.lowering import lower
 from graph_runtime.programs.network import InPlaceAttention, Step, prepare, write_cache
-from graph_runtime.programs.program_target import MASKED, MIN_ROWS, padded_capacity
+from graph_runtime.programs.slot_cache import MASKED, MIN_ROWS, padded_capacity
 from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
 
 CAPACITY = 1088

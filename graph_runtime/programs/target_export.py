@@ -15,7 +15,7 @@ from graph_runtime.limits import LEAST_STEP_ROWS, check_context_length, check_ta
 from graph_runtime.model_files import model_hash
 from graph_runtime.programs.export import ProgramKey, Report, Source, ensure
 from graph_runtime.programs.metadata import FORMAT_VERSION, ProgramMetadata
-from graph_runtime.programs.program_target import MIN_ROWS, padded_capacity
+from graph_runtime.programs.slot_cache import MIN_ROWS, padded_capacity
 from splitspec.errors import UserError
 
 PRECISIONS = ("fp32", "8da8w", "8da4w", "q4_1")
