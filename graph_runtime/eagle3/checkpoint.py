@@ -10,7 +10,7 @@ import torch
 
 from graph_runtime.architecture import DecoderConfig, read_config
 from graph_runtime.checkpoint import StoredTensor, stored_tensors
-from graph_runtime.config_values import read_config_object
+from graph_runtime.config_values import boolean, read_config_object
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.config_reader import FEEDBACKS, read_eagle3_config, read_keys
 from graph_runtime.eagle3.embeddings import EMBEDDINGS, choose_embedding
@@ -20,6 +20,7 @@ from graph_runtime.eagle3.layouts import (
     expected_shapes,
     find_layout,
     network_names,
+    stored_name,
 )
 from graph_runtime.eagle3.vocabulary import is_padded, read_target_ids
 from graph_runtime.model_files import model_hash, tokenizer_hash
@@ -84,6 +85,8 @@ class _Files:
 
     source: Eagle3Source
     config: Eagle3Config
+    tied: bool
+    """Whether the file says that its head is its own embedding."""
     stored: dict[str, StoredTensor]
     """Under the network's names, `d2t` and `t2d` too."""
     target: DecoderConfig | None
@@ -112,7 +115,7 @@ def load_checkpoint(source: Eagle3Source, cache_dir: Path) -> Eagle3Checkpoint:
         choice=source.embeddings,
         vocabulary=files.config.vocab_size,
     )
-    tensors[_HEAD] = _head(files)
+    tensors[_HEAD] = _head(files, tensors[_EMBEDDING])
     return Eagle3Checkpoint(
         config=files.config,
         model_hash=model_hash(source.folder, cache_dir),
@@ -154,8 +157,11 @@ def _open(source: Eagle3Source) -> _Files:
         layout = find_layout(content, by_stored_name)
         names = network_names(layout, by_stored_name)
         stored = {name: by_stored_name[names[name]] for name in names}
+        keys = read_keys(layout, content)
+        # Elsewhere the key is a default that the exporter did not mean.
+        tied = layout == "deepspec" and boolean(keys.layer, "tie_word_embeddings")
         config = read_eagle3_config(
-            read_keys(layout, content),
+            keys,
             {name: tensor.shape for name, tensor in stored.items()},
             target=target,
             taps=source.tap_layers,
@@ -164,7 +170,7 @@ def _open(source: Eagle3Source) -> _Files:
         _check_names(config, stored)
     except UserError as error:
         raise UserError(f"{source.folder}: {error}") from error
-    return _Files(source=source, config=config, stored=stored, target=target)
+    return _Files(source=source, config=config, tied=tied, stored=stored, target=target)
 
 
 def _check_names(config: Eagle3Config, stored: dict[str, StoredTensor]) -> None:
@@ -187,7 +193,7 @@ def _check_names(config: Eagle3Config, stored: dict[str, StoredTensor]) -> None:
     missing = sorted(set(wanted) - set(stored) - set(_SHARED))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"missing tensor {missing[0].removeprefix('fusion.')}{more}")
+        raise UserError(f"missing tensor {stored_name(config.layout, missing[0])}{more}")
 
 
 def _fits(name: str, shape: Shape, wanted: Shape) -> bool:
@@ -207,17 +213,24 @@ def _target_ids(files: _Files) -> torch.Tensor | None:
         raise UserError(f"{files.source.folder}: {error}") from error
 
 
-def _head(files: _Files) -> torch.Tensor:
+def _head(files: _Files, embedding: torch.Tensor) -> torch.Tensor:
+    """Return the head [Vd, H]: the file's whenever it has one, whatever it says about ties."""
     rows = files.config.draft_vocab_size
     own = files.stored.get(_HEAD)
     if own is not None:
         if own.shape[0] > rows:
             logger.info("%s: padding rows of %s are dropped", own.path, _HEAD)
         return own.read_weight()[:rows]
+    if files.tied and _EMBEDDING in files.stored:
+        logger.info("the draft's head is its embedding: tie_word_embeddings is true")
+        return embedding
     tied = files.target is not None and files.target.tied
     shared = _target_tensor(files, _TARGET_EMBEDDING if tied else _HEAD, _HEAD)
     if shared is None:
-        raise UserError(f"{files.source.folder}: missing tensor {_HEAD}; give --target to share it")
+        raise UserError(
+            f"{files.source.folder}: missing tensor {_HEAD}; give --target, of the draft's "
+            "hidden_size, to share its head"
+        )
     logger.info("the draft has no head of its own: %s of %s is shared", shared.name, shared.path)
     return shared.read_weight()
 

@@ -24,10 +24,9 @@ _MODELOPT_ONLY = {
     "use_mtp_layernorm": False,
     "next_layer_regular": True,
 }
-_LONGEST_PARALLEL_STEP = 1
 _OFF = ("bias", "parallel_drafting", "quantization_config", "final_logit_softcapping",
-        "attn_logit_softcapping", "logit_scale", "embedding_multiplier")  # fmt: skip
-"""Change the maths in some engine; off is what the network computes."""
+        "attn_logit_softcapping")  # fmt: skip
+"""Each changes the maths in some engine; off is what the network computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Eagle3Keys:
         """
         stated = {boolean(place, key) for place in (self.top, self.nested) if _given(place, key)}
         if len(stated) > 1:
-            raise UserError(f"config.json: {key} is true and false, nested and not")
+            raise UserError(f"config.json: {key} is true in one place and false in another")
         return stated.pop() if stated else default
 
 
@@ -93,6 +92,7 @@ def read_eagle3_config(
     use_aux = keys.flag("use_aux_hidden_state", default=True)
     refuse_other_methods(hidden, shapes, use_aux_hidden_state=use_aux)
     _refuse_unsupported(keys)
+    _check_target_layers(keys.top, target)
     n_heads = _size(layer, "num_attention_heads")
     target_hidden = _target_hidden_size(keys, hidden, target)
     vocabulary = vocab_size(layer, target)
@@ -124,7 +124,7 @@ def read_eagle3_config(
             override=taps,
         ),
         rope=_rope(layer),
-        qkv_bias=attention_bias or boolean(layer, "qkv_bias"),
+        qkv_bias=boolean(layer, "qkv_bias", default=attention_bias),
         o_bias=attention_bias,
         mlp_bias=boolean(layer, "mlp_bias"),
         qk_norm=_qk_norm(layer, shapes),
@@ -149,8 +149,15 @@ def _refuse_unsupported(keys: Eagle3Keys) -> None:
         if boolean(keys.nested, key, default=only) != only:
             raise refused(f"eagle_config.{key}", not only, f"{str(only).lower()}")
     step = keys.nested.get("parallel_draft_step")
-    if step is not None and step != _LONGEST_PARALLEL_STEP:
+    if step is not None and step != 1:
         raise refused("eagle_config.parallel_draft_step", step, "1: parallel drafts are no EAGLE-3")
+
+
+def _check_target_layers(top: Mapping[str, Any], target: DecoderConfig | None) -> None:
+    """Refuse a target with another number of layers than DeepSpec's files state."""
+    stated = top.get("num_target_layers")
+    if target is not None and stated is not None and stated != target.n_layers:
+        raise refused("num_target_layers", stated, f"the target's {target.n_layers}")
 
 
 def _check_fusion(

@@ -55,10 +55,16 @@ def find_layout(config: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def network_names(layout: str, names: Collection[str]) -> dict[str, str]:
-    """Return the stored name of each tensor under its name in the network."""
+    """Return the stored name of each tensor under its name in the network.
+
+    Raises:
+        UserError: a name is a whole model's: no exporter gives drafts that prefix.
+    """
     prefix = _LAYER_PREFIX.get(layout, "layers.0.")
     found = {}
     for name in names:
+        if name.startswith("model."):
+            raise UserError(f"tensor {name}: this is a whole model, no draft")
         if name.startswith(prefix):
             found["layer." + name.removeprefix(prefix)] = name
         elif name.startswith(_FUSION):
@@ -68,6 +74,13 @@ def network_names(layout: str, names: Collection[str]) -> dict[str, str]:
         else:
             found[name] = name
     return found
+
+
+def stored_name(layout: str, name: str) -> str:
+    """Return the name that a file of the layout has for one of the network's tensors."""
+    if name.startswith("layer."):
+        return _LAYER_PREFIX.get(layout, "layers.0.") + name.removeprefix("layer.")
+    return name.removeprefix("fusion.")
 
 
 def refuse_other_methods(
