@@ -13,6 +13,7 @@ causal mask and the layer's sliding window.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,31 @@ from torch.nn.utils import skip_init
 
 from graph_runtime.architecture import DecoderConfig
 from graph_runtime.rope import rope_tables
+
+
+class LayerShape(Protocol):
+    """What shapes attention and MLP of one layer: a decoder's, or a draft's. Sizes are elements."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def o_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
 
 
 class Decoder(nn.Module):
@@ -110,17 +136,25 @@ class DecoderLayer(nn.Module):
 class SelfAttention(nn.Module):
     """Projections, q/k norm and RoPE around the attention module that is handed in."""
 
-    def __init__(self, config: DecoderConfig, attention: nn.Module) -> None:
-        """Build the projections."""
+    def __init__(
+        self, config: LayerShape, attention: nn.Module, *, input_width: int | None = None
+    ) -> None:
+        """Build the projections.
+
+        Args:
+            config: the shape.
+            attention: see the module's docstring.
+            input_width: elements of a row that enters; None: the hidden size.
+        """
         super().__init__()
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim
-        hidden = config.hidden_size
+        entering = input_width or config.hidden_size
         q_width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        self.q_proj = skip_init(nn.Linear, hidden, q_width, bias=config.qkv_bias)
-        self.k_proj = skip_init(nn.Linear, hidden, kv_width, bias=config.qkv_bias)
-        self.v_proj = skip_init(nn.Linear, hidden, kv_width, bias=config.qkv_bias)
-        self.o_proj = skip_init(nn.Linear, q_width, hidden, bias=config.o_bias)
+        self.q_proj = skip_init(nn.Linear, entering, q_width, bias=config.qkv_bias)
+        self.k_proj = skip_init(nn.Linear, entering, kv_width, bias=config.qkv_bias)
+        self.v_proj = skip_init(nn.Linear, entering, kv_width, bias=config.qkv_bias)
+        self.o_proj = skip_init(nn.Linear, q_width, config.hidden_size, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -137,21 +171,33 @@ class SelfAttention(nn.Module):
         positions: torch.Tensor,
         slot: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return what attention adds to the residual stream, [N, H]."""
+        """Return what attention adds to the residual stream, [N, H], of x [N, input_width]."""
+        q = self.queries(x, cos, sin)
+        k, v = self.keys_values(x, cos, sin)
+        return self.output(self.attention(q, k, v, positions, slot))
+
+    def queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return q [N, n_heads, D], rotated and not scaled."""
         q = self.q_proj(x).view(-1, self.n_heads, self.head_dim)
+        return self.rotate(self.q_norm(q) if self.qk_norm else q, cos, sin)
+
+    def keys_values(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k, rotated, and v, both [N, n_kv_heads, D]."""
         k = self.k_proj(x).view(-1, self.n_kv_heads, self.head_dim)
         v = self.v_proj(x).view(-1, self.n_kv_heads, self.head_dim)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-        mixed = self.attention(q, k, v, positions, slot)
+        return self.rotate(self.k_norm(k) if self.qk_norm else k, cos, sin), v
+
+    def output(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Return what attention adds, [N, H], of the mixed values [N, n_heads, D]."""
         return self.o_proj(mixed.reshape(-1, self.n_heads * self.head_dim))
 
 
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: LayerShape) -> None:
         """Build the projections."""
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
