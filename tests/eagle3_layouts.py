@@ -77,7 +77,8 @@ def random_weights(
         draft_vocab_size: rows of the head, whose target ids are drawn; None: all of the target's.
         n_taps: 0 is a draft without fc, fed with the target's last hidden state.
     """
-    generator = torch.Generator().manual_seed(seed)
+    # Not the stream of a tiny target of the same seed, whose first draw is its embedding too.
+    generator = torch.Generator().manual_seed(1_000_003 + seed)
     target_hidden = target_hidden or hidden
     head_dim = head_dim or hidden // n_heads
     tensors: dict[str, torch.Tensor] = {}

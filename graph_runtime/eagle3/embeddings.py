@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 EMBEDDINGS = ("auto", "own", "target")
 _LEAST_COSINE = 0.3
-"""Mean over rows. A table that was trained starting from the target's stays far above, and random
-ones give 0 +- 0.02 at a width of 64 (4096 rows)."""
+"""Mean over rows. A table that was trained from the target's stays far above; unrelated ones give
+0 +- 1 / sqrt(rows * width)."""
 _COMPARED_ROWS = 4096
 
 

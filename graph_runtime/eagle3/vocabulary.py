@@ -58,7 +58,8 @@ def draft_vocab_size(
             f"target's, of {vocabulary}"
         )
     if rows > vocabulary and not is_padded(rows, vocabulary):
-        raise UserError(f"a draft vocabulary of {rows} ids; the target's has {vocabulary}")
+        of = f"tensor {_HEAD} is {list(head)}" if head else f"config.json: {key} is {rows}"
+        raise UserError(f"{of}; the target's vocabulary is of {vocabulary} ids")
     return min(rows, vocabulary)
 
 
