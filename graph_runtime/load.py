@@ -120,7 +120,7 @@ def load_torch_target(
     """Load the model in `folder` in plain torch; arguments and errors as in `load_target`."""
     if precision not in TORCH_DTYPES:
         raise UserError(f"precision is {precision!r}; --runtime torch has {list(TORCH_DTYPES)}")
-    place = _device(device)
+    place = torch_device(device)
     config = read_config(folder)
     check_context_length(config, max_context_length)
     taps = check_tap_layers(config, tap_layers)
@@ -161,7 +161,7 @@ def load_torch_target(
     return TorchTarget(decoder, caches, tile, info)
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
     """Return the device of a flag like "cpu", "cuda" or "cuda:1".
 
     Raises:

@@ -1,0 +1,140 @@
+"""Load an EAGLE-3 draft: one door, whichever runtime runs it; and the verifier's part of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+
+from graph_runtime.eagle3.checkpoint import (
+    Eagle3Checkpoint,
+    Eagle3Source,
+    load_checkpoint,
+    load_fusion,
+)
+from graph_runtime.eagle3.config import Eagle3Config
+from graph_runtime.eagle3.draft import Draft, DraftLengths
+from graph_runtime.eagle3.network import Fusion
+from graph_runtime.eagle3.torch_draft import TorchDraft, build_network
+from graph_runtime.load import TORCH_DTYPES, needing_executorch, torch_device
+from splitspec.errors import UserError
+
+
+def load_draft(
+    source: Eagle3Source,
+    *,
+    runtime: str,
+    precision: str,
+    cache_dir: Path,
+    max_context_length: int,
+    slot_count: int,
+    threads: int | None,
+    device: str = "cpu",
+    stop: threading.Event | None = None,
+) -> tuple[Draft, Eagle3Checkpoint]:
+    """Load the draft of `source` with empty caches.
+
+    Args:
+        source: the checkpoint, and what the user says about it.
+        runtime: "executorch" (exports the program first when the cache has none) or "torch".
+        precision: torch: "fp32" or "bf16"; executorch: see graph_runtime.programs.
+        cache_dir: where hashes and exported programs are kept.
+        max_context_length: draft slots of one session: positions that the target serves.
+        slot_count: sessions at once.
+        threads: compute threads; None: the runtime's own choice.
+        device: torch: "cpu" or "cuda".
+        stop: once it is set, an export ends and the load fails.
+
+    Raises:
+        UserError: what is wrong with the checkpoint or an argument, in one line.
+    """
+    if runtime == "executorch":
+        if device != "cpu":
+            raise UserError(f"device is {device!r}; --runtime executorch runs on cpu only")
+        with needing_executorch():
+            from graph_runtime.programs import load_program_draft
+        return load_program_draft(
+            source,
+            precision=precision,
+            cache_dir=cache_dir,
+            max_context_length=max_context_length,
+            slot_count=slot_count,
+            threads=threads,
+            stop=stop,
+        )
+    if runtime != "torch":
+        raise UserError(f"runtime is {runtime!r}; expected executorch or torch")
+    return load_torch_draft(
+        source,
+        precision=precision,
+        cache_dir=cache_dir,
+        max_context_length=max_context_length,
+        slot_count=slot_count,
+        threads=threads,
+        device=device,
+    )
+
+
+def load_torch_draft(
+    source: Eagle3Source,
+    *,
+    precision: str,
+    cache_dir: Path,
+    max_context_length: int,
+    slot_count: int,
+    threads: int | None,
+    device: str = "cpu",
+) -> tuple[TorchDraft, Eagle3Checkpoint]:
+    """Load the draft of `source` in plain torch; arguments and errors as in `load_draft`."""
+    if precision not in TORCH_DTYPES:
+        raise UserError(f"precision is {precision!r}; --runtime torch has {list(TORCH_DTYPES)}")
+    place = torch_device(device)
+    checkpoint = load_checkpoint(source, cache_dir)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        network = build_network(
+            checkpoint.config,
+            max_context_length=max_context_length,
+            slot_count=slot_count,
+            dtype=TORCH_DTYPES[precision],
+            device=place,
+        )
+    except (RuntimeError, MemoryError) as error:  # torch has no class of its own for it on a CPU
+        raise UserError(
+            f"a draft of the shape in {source.folder} and the K/V of {slot_count} slots do not fit "
+            f"in the memory of {device}"
+        ) from error
+    network.load_state_dict(checkpoint.tensors)
+    draft = TorchDraft(
+        network,
+        lengths=DraftLengths(slot_count, max_context_length),
+        model_hash=checkpoint.model_hash,
+        target_ids=checkpoint.target_ids,
+    )
+    return draft, checkpoint
+
+
+def load_fusion_module(
+    source: Eagle3Source, cache_dir: Path, device: str = "cpu"
+) -> tuple[Eagle3Config, str, Fusion]:
+    """Load what a verifier needs to send fused rows of a draft.
+
+    Args:
+        source: the draft's checkpoint, with the verifier's own model as its target.
+        cache_dir: where hashes are kept.
+        device: where the rows are: "cpu" or "cuda".
+
+    Returns:
+        The draft's shape, the SHA-256 of its files, and the float32 fusion on `device`.
+
+    Raises:
+        UserError: what is wrong with the checkpoint or the device, in one line.
+    """
+    place = torch_device(device)
+    config, digest, tensors = load_fusion(source, cache_dir)
+    fusion = Fusion(config)
+    prefix = "fusion."
+    fusion.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items()})
+    return config, digest, fusion.to(place).eval().requires_grad_(False)
