@@ -14,11 +14,12 @@ from typing import Annotated
 import typer
 
 from graph_runtime.load import load_target, needing_executorch
-from splitspec.commands import flag, run_app
+from splitspec.commands import flag, parse_tap_layers, run_app
 from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
 from splitspec.serving import run_service
-from verifier_service.config import VerifierConfig, parse_tap_layers
+from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
+from verifier_service.fusion import load_draft_fusion
 from verifier_service.server import serve_verifier
 
 logger = logging.getLogger("verifier_service")
@@ -33,6 +34,9 @@ SlotCount = Annotated[int, flag("slot-count", "Sessions that can be open at once
 ContextLength = Annotated[int, flag("max-context-length", "Most tokens of one session.")]
 PrefillChunk = Annotated[int, flag("max-prefill-chunk", "Most tokens of one prefill item.")]
 TapLayers = Annotated[str | None, flag("tap-layers", "Layers of a row, like 1,14,26.")]
+FuseFor = Annotated[
+    Path | None, flag("fuse-for", "EAGLE-3 draft whose fc is applied here: rows of one width.")
+]
 Threads = Annotated[int | None, flag("threads", "Compute threads.")]
 
 
@@ -59,6 +63,7 @@ def serve(
         int, flag("max-draft-count", "Most draft tokens of one window.")
     ] = VerifierConfig.max_draft_count,
     tap_layers: TapLayers = None,
+    fuse_for: FuseFor = None,
     threads: Threads = None,
     otlp_endpoint: Annotated[
         str | None, flag("otlp-endpoint", "OTLP gRPC endpoint that gets the spans.")
@@ -81,6 +86,7 @@ def serve(
         max_prefill_chunk=max_prefill_chunk,
         max_draft_count=max_draft_count,
         tap_layers=parse_tap_layers(tap_layers),
+        fuse_for=fuse_for,
         threads=threads,
         otlp_endpoint=otlp_endpoint,
         trace_file=trace_file,
@@ -101,6 +107,7 @@ def export_target(
     max_context_length: ContextLength = VerifierConfig.max_context_length,
     max_prefill_chunk: PrefillChunk = VerifierConfig.max_prefill_chunk,
     tap_layers: TapLayers = None,
+    fuse_for: FuseFor = None,
 ) -> None:
     """Lower the target to a program in the cache, unless it is there, and print its path.
 
@@ -113,15 +120,17 @@ def export_target(
         max_context_length=max_context_length,
         max_prefill_chunk=max_prefill_chunk,
         tap_layers=parse_tap_layers(tap_layers),
+        fuse_for=fuse_for,
     )
     folder = model_folder(config.model, config.cache_dir)
+    fusion = load_draft_fusion(config, folder)
     with needing_executorch():
         from graph_runtime.programs import ensure_program
     path = ensure_program(
         folder=folder,
         precision=config.chosen_precision,
         cache_dir=config.cache_dir.expanduser(),
-        tap_layers=config.tap_layers,
+        tap_layers=config.tap_layers if fusion is None else fusion.tap_layers,
         max_context_length=config.max_context_length,
         max_prefill_chunk=config.max_prefill_chunk,
     )
@@ -130,13 +139,14 @@ def export_target(
 
 def load_engine(config: VerifierConfig, folder: Path, stop: threading.Event) -> Engine:
     """Load and warm up what `config` says, on the engine's thread; `stop` ends an export."""
+    fusion = load_draft_fusion(config, folder)
     target = load_target(
         folder=folder,
         model_id=config.model_id,
         runtime=config.runtime,
         precision=config.chosen_precision,
         cache_dir=config.cache_dir.expanduser(),
-        tap_layers=config.tap_layers,
+        tap_layers=config.tap_layers if fusion is None else fusion.tap_layers,
         max_context_length=config.max_context_length,
         slot_count=config.slot_count,
         max_prefill_chunk=config.max_prefill_chunk,
@@ -144,7 +154,7 @@ def load_engine(config: VerifierConfig, folder: Path, stop: threading.Event) -> 
         device=config.device,
         stop=stop,
     )
-    engine = Engine(target, max_draft_count=config.max_draft_count)
+    engine = Engine(target, max_draft_count=config.max_draft_count, fusion=fusion)
     engine.warm_up()
     return engine
 

@@ -40,7 +40,9 @@ class VerifierConfig:
     max_prefill_chunk: int = 128
     max_draft_count: int = 7
     tap_layers: tuple[int, ...] | None = None
-    """None: a low, a middle and a high layer."""
+    """None: those of the draft in `fuse_for`, or a low, a middle and a high layer."""
+    fuse_for: Path | None = None
+    """EAGLE-3 draft whose projection ROW_KIND_FUSED rows carry; None: such rows are not offered."""
     threads: int | None = None
     otlp_endpoint: str | None = None
     trace_file: Path | None = None
@@ -60,6 +62,8 @@ class VerifierConfig:
                 f"--max-draft-count {self.max_draft_count} needs --max-prefill-chunk {rows} or "
                 f"more; it is {self.max_prefill_chunk}"
             )
+        if self.fuse_for is not None and not self.fuse_for.expanduser().is_dir():
+            raise UserError(f"--fuse-for {self.fuse_for} is not a folder")
         if self.threads is not None:
             check_range("--threads", self.threads, 1, 1024)
 
@@ -72,17 +76,3 @@ class VerifierConfig:
     def chosen_precision(self) -> str:
         """Return the precision to serve."""
         return self.precision or DEFAULT_PRECISIONS[self.runtime]
-
-
-def parse_tap_layers(value: str | None) -> tuple[int, ...] | None:
-    """Return the layers of a flag like "1,14,26".
-
-    Raises:
-        UserError: it is no such list.
-    """
-    if value is None:
-        return None
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise UserError(f"--tap-layers {value!r} is not a list like 1,14,26")
-    return tuple(int(part) for part in parts)

@@ -13,11 +13,12 @@ from graph_runtime.choice import Sampling
 from splitspec import PROTOCOL_VERSION
 from splitspec.checks import check_sampling, refuse_unknown, require_seed, top_p_of
 from splitspec.errors import InvalidArgument, SplitspecError
-from splitspec.rows import RowFormat, fill_rows
-from splitspec.v1 import sampling_pb2
+from splitspec.rows import fill_rows
+from splitspec.v1 import rows_pb2, sampling_pb2
 from splitspec.v1 import verifier_pb2 as pb
 from splitspec.wire_errors import item_error
 from verifier_service.steps import (
+    Committed,
     EngineModel,
     ForkItem,
     Item,
@@ -131,9 +132,7 @@ def _require(message: Any, field: str, expected: str, prefix: str = "") -> None:
         raise InvalidArgument.of(f"{prefix}{field}", "not set", expected)
 
 
-def encode_results(
-    response: pb.VerifierRunStepsResponse, results: Sequence[ItemResult], row_format: RowFormat
-) -> None:
+def encode_results(response: pb.VerifierRunStepsResponse, results: Sequence[ItemResult]) -> None:
     """Append the wire form of `results` to `response`, in place: rows are copied once."""
     for result in results:
         message = response.results.add(
@@ -147,13 +146,17 @@ def encode_results(
             message.verify.accepted_count = outcome.accepted_count
             message.verify.bonus_token_id = outcome.bonus_token_id
             if outcome.rows is not None:
-                fill_rows(message.verify.rows, row_format, outcome.rows.start, outcome.rows.data)
+                _fill(message.verify.rows, outcome.rows)
         elif outcome is not None:
             message.prefill.SetInParent()
             if outcome.bonus_token_id is not None:
                 message.prefill.bonus_token_id = outcome.bonus_token_id
             if outcome.rows is not None:
-                fill_rows(message.prefill.rows, row_format, outcome.rows.start, outcome.rows.data)
+                _fill(message.prefill.rows, outcome.rows)
+
+
+def _fill(message: rows_pb2.Rows, rows: Committed) -> None:
+    fill_rows(message, rows.row_format, rows.start, rows.data)
 
 
 def encode_model(model: EngineModel) -> pb.VerifierGetModelResponse:
@@ -176,4 +179,5 @@ def encode_model(model: EngineModel) -> pb.VerifierGetModelResponse:
         slot_count=model.slot_count,
         precision=model.precision,
         runtime=model.runtime,
+        fused_model_hash=model.fused_model_hash,
     )

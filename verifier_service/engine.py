@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from graph_runtime.slots import SlotTable
 from graph_runtime.target import Span, Target
 from splitspec.errors import (
@@ -21,8 +19,8 @@ from splitspec.errors import (
     SplitspecError,
     UserError,
 )
-from splitspec.rows import NO_ROWS, RowFormat
 from splitspec.v1 import rows_pb2
+from verifier_service.committed_rows import CommittedRows, DraftFusion
 from verifier_service.packing import Pack, Work
 from verifier_service.sessions import Session, StreamSessions
 from verifier_service.steps import (
@@ -39,18 +37,14 @@ from verifier_service.steps import (
     VerifyItem,
 )
 
-_OFFERED_KINDS = (rows_pb2.ROW_KIND_NONE, rows_pb2.ROW_KIND_RAW_TAPS)
-_ROW_DTYPES = {
-    torch.float32: rows_pb2.ROW_DTYPE_FLOAT32,
-    torch.bfloat16: rows_pb2.ROW_DTYPE_BFLOAT16,
-    torch.float16: rows_pb2.ROW_DTYPE_FLOAT16,
-}
-
 
 class Engine:
     """One target and the sessions of every stream. Used by one thread."""
 
-    def __init__(self, target: Target, *, max_draft_count: int) -> None:
+    def __init__(
+        self, target: Target, *, max_draft_count: int, fusion: DraftFusion | None = None
+    ) -> None:
+        self._rows = CommittedRows(target.info, fusion)
         self._target = target
         self._info = target.info
         self._slots = SlotTable(self._info.slot_count)
@@ -61,19 +55,14 @@ class Engine:
     def model(self) -> EngineModel:
         """Return what is served."""
         info = self._info
-        raw = RowFormat(
-            kind=rows_pb2.ROW_KIND_RAW_TAPS,
-            dtype=_ROW_DTYPES[info.row_dtype],
-            width=info.row_width,
-        )
         return EngineModel(
             model_id=info.model_id,
             model_hash=info.model_hash,
             tokenizer_hash=info.tokenizer_hash,
             vocab_size=info.vocab_size,
             tap_layers=info.tap_layers,
-            row_formats=(NO_ROWS, raw),
-            raw_format=raw,
+            row_formats=tuple(self._rows.formats.values()),
+            fused_model_hash=self._rows.fused_model_hash,
             max_draft_count=self._max_draft_count,
             min_prefill_chunk=info.min_prefill_chunk,
             max_prefill_chunk=info.max_prefill_chunk,
@@ -103,6 +92,8 @@ class Engine:
                     f"model {info.model_id} gives logits that are not finite: its weights are "
                     f"broken, or overflow at {info.precision}"
                 )
+            assert output.rows is not None
+            self._rows.warm_up(output.rows)
 
     def run_step(
         self, stream: StreamSessions, items: Sequence[Item], *, draining: bool = False
@@ -165,8 +156,9 @@ class Engine:
     def _open(self, stream: StreamSessions, item: OpenItem | ForkItem, pack: Pack) -> int:
         """Take a slot, copy a fork's prefix into it, and return the committed length."""
         stream.check_new(item.session_id)
-        if item.row_kind not in _OFFERED_KINDS:
-            offered = " or ".join(rows_pb2.RowKind.Name(kind) for kind in _OFFERED_KINDS)
+        row_format = self._rows.formats.get(item.row_kind)
+        if row_format is None:
+            offered = " or ".join(rows_pb2.RowKind.Name(f.kind) for f in self.model.row_formats)
             raise InvalidArgument.of("open.row_kind", item.row_kind, offered)
         length = 0
         source: Session | None = None
@@ -180,7 +172,7 @@ class Engine:
         session = Session(
             slot=self._slots.take(),
             sampling=item.sampling,
-            row_kind=item.row_kind,
+            row_format=row_format,
             committed_length=length,
         )
         if source is not None and length:
@@ -245,7 +237,7 @@ class Engine:
             start=session.committed_length,
             token_ids=token_ids,
             logits_count=logits_count,
-            wants_rows=session.row_kind != rows_pb2.ROW_KIND_NONE,
+            wants_rows=session.row_format.kind != rows_pb2.ROW_KIND_NONE,
         )
 
     def _check_ids(self, field_name: str, token_ids: Sequence[int]) -> None:
@@ -262,7 +254,7 @@ class Engine:
     def _flush(self, pack: Pack) -> None:
         """Run what waits."""
         if pack.works:
-            pack.run(self._target)
+            pack.run(self._target, self._rows)
 
 
 def _to_failure(error: Exception) -> EngineFailed:

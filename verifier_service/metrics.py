@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from splitspec.metrics import ModelServiceMetrics
-from verifier_service.steps import Item, StepResult
+from verifier_service.steps import Item, StepResult, VerifyItem, VerifyOutcome
+
+_WINDOW_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 
 
 class VerifierMetrics:
@@ -22,6 +24,12 @@ class VerifierMetrics:
         self._row_bytes = Counter(
             "committed_row_bytes",
             "Rows copied to the host: committed ones (L6).",
+            registry=registry,
+        )
+        self._window_rows = Histogram(
+            "window_rows",
+            "Rows of a verified window: the pending token and its draft tokens (L5).",
+            buckets=_WINDOW_ROWS,
             registry=registry,
         )
         wire = Counter(
@@ -51,6 +59,8 @@ class VerifierMetrics:
             phase.observe(spent / 1e9)
         for action, count in collections.Counter(item.action for item in items).items():
             self._service.step_items.labels(action).inc(count)
-        for result in step.results:
+        for item, result in zip(items, step.results, strict=True):
+            if isinstance(item, VerifyItem) and isinstance(result.outcome, VerifyOutcome):
+                self._window_rows.observe(len(item.draft_token_ids) + 1)
             if result.error is not None:
                 self._service.item_errors.labels(result.error.reason).inc()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
-import torch
-
 from graph_runtime.choice import choose
 from graph_runtime.target import Span, SpanOutput, Target
 from splitspec.errors import NonFiniteLogits
+from verifier_service.committed_rows import CommittedRows, Wanted
 from verifier_service.sessions import Session
 from verifier_service.steps import (
     Committed,
@@ -22,8 +20,6 @@ from verifier_service.steps import (
     VerifyOutcome,
 )
 from verifier_service.verification import accept
-
-assert sys.byteorder == "little", "rows cross the wire as this machine's own bytes"
 
 
 @dataclass(slots=True)
@@ -49,8 +45,12 @@ class Pack:
     pass_count: int = 0
     row_bytes: int = 0
 
-    def run(self, target: Target) -> None:
-        """Run the works that wait in one pass of the target (law L5), and commit their results."""
+    def run(self, target: Target, committed_rows: CommittedRows) -> None:
+        """Run the works that wait in one pass of the target (law L5), and commit their results.
+
+        Only committed rows become host bytes (law L6). `copy_ns` is the commit and those bytes,
+        and so the fusing of rows too: on a GPU it is queued, and awaited by the copy.
+        """
         works, self.works = self.works, []
         begun = perf_counter_ns()
         outputs = target.step([work.span for work in works])
@@ -59,9 +59,18 @@ class Pack:
         done = perf_counter_ns()
         self.device_ns += done - begun
         self.pass_count += 1
+        wanted: list[tuple[Work, Wanted]] = []
         for work, output, token_ids in chosen:
-            if token_ids is not None:
-                self.row_bytes += _commit(work, output, token_ids)
+            count = 0 if token_ids is None else _commit(work, token_ids)
+            if count and output.rows is not None:
+                rows = Wanted(row_format=work.session.row_format, rows=output.rows[:count])
+                wanted.append((work, rows))
+        parts = committed_rows.to_bytes([rows for _, rows in wanted])
+        for (work, rows), data in zip(wanted, parts, strict=True):
+            outcome = work.result.outcome
+            assert outcome is not None, "it has committed"
+            outcome.rows = Committed(row_format=rows.row_format, start=work.span.start, data=data)
+            self.row_bytes += len(data)
         self.copy_ns += perf_counter_ns() - done
 
     def _choose(self, work: Work, output: SpanOutput) -> list[int] | None:
@@ -91,31 +100,26 @@ def _choose(work: Work, output: SpanOutput) -> list[int]:
     return choose(output.logits, work.session.sampling, positions, drafts)
 
 
-def _commit(work: Work, output: SpanOutput, chosen: Sequence[int]) -> int:
-    """Advance the session by the rows that stand, fill in the result; return the rows' bytes."""
+def _commit(work: Work, chosen: Sequence[int]) -> int:
+    """Advance the session by the rows that stand and fill in the result, all but its rows.
+
+    Returns:
+        How many rows committed.
+    """
     item, session, result = work.item, work.session, work.result
-    start = work.span.start
-    assert session.committed_length == start, "law L1: the window starts at the committed length"
+    assert session.committed_length == work.span.start, (
+        "law L1: the window starts at the committed length"
+    )
     if isinstance(item, VerifyItem):
         accepted_count = accept(item.draft_token_ids, chosen)
         count = accepted_count + 1
         assert 1 <= count <= len(item.draft_token_ids) + 1, "law L3"
-    else:
-        count = len(item.token_ids)
-    # Law L6: only committed rows become host bytes.
-    rows = None if output.rows is None else Committed(start=start, data=_bytes(output.rows[:count]))
-    session.committed_length = start + count
-    result.committed_length = session.committed_length
-    if isinstance(item, VerifyItem):
         result.outcome = VerifyOutcome(
-            accepted_count=accepted_count, bonus_token_id=chosen[accepted_count], rows=rows
+            accepted_count=accepted_count, bonus_token_id=chosen[accepted_count], rows=None
         )
     else:
-        result.outcome = PrefillOutcome(bonus_token_id=chosen[0] if item.final else None, rows=rows)
-    return len(rows.data) if rows is not None else 0
-
-
-def _bytes(rows: torch.Tensor) -> bytes:
-    """Return rows [n, W] as row-major bytes, copied off their device."""
-    data: bytes = rows.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-    return data
+        count = len(item.token_ids)
+        result.outcome = PrefillOutcome(bonus_token_id=chosen[0] if item.final else None, rows=None)
+    session.committed_length += count
+    result.committed_length = session.committed_length
+    return count

@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from graph_runtime.engine_thread import EngineThread
 from splitspec import ITEMS_A_SLOT, serving, telemetry
 from splitspec.channels import MAX_MESSAGE_BYTES
 from splitspec.checks import check_step
@@ -21,7 +22,6 @@ from splitspec.v1 import verifier_pb2_grpc
 from verifier_service.config import VerifierConfig
 from verifier_service.decoding import decode_items, encode_model, encode_results
 from verifier_service.engine import Engine
-from verifier_service.engine_thread import EngineThread
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.sessions import StreamSessions
 from verifier_service.steps import EngineModel, Item, ItemResult, StepResult, VerifyOutcome
@@ -85,7 +85,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
                     return
                 check_step(request, last_step, ITEMS_A_SLOT * model.slot_count)
                 last_step = request.step
-                await context.write(await self._run(engine, model, stream, request))
+                await context.write(await self._run(engine, stream, request))
         finally:
             # Not awaited: this call may be cancelled already. Steps that wait are dropped, and the
             # one in flight ends before its slots are free.
@@ -95,7 +95,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     async def _run(
         self,
         engine: Engine,
-        model: EngineModel,
         stream: StreamSessions,
         request: pb.VerifierRunStepsRequest,
     ) -> pb.VerifierRunStepsResponse:
@@ -105,7 +104,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         queue_ns = started_ns - arrived_ns
         encoding_ns = time.perf_counter_ns()
         response = pb.VerifierRunStepsResponse(step=request.step)
-        encode_results(response, step.results, model.raw_format)
+        encode_results(response, step.results)
         step.copy_ns += time.perf_counter_ns() - encoding_ns
         response.timings.queue.FromNanoseconds(queue_ns)
         response.timings.device.FromNanoseconds(step.device_ns)
@@ -167,7 +166,7 @@ def _check_message_size(model: EngineModel) -> None:
         UserError: names the flags and the sizes.
     """
     rows = model.slot_count * max(model.max_prefill_chunk, model.max_draft_count + 1)
-    size = rows * model.raw_format.row_bytes
+    size = rows * max(row_format.row_bytes for row_format in model.row_formats)
     if size > MAX_MESSAGE_BYTES * 15 // 16:
         raise UserError(
             f"--max-prefill-chunk {model.max_prefill_chunk} of {model.slot_count} slots is "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from graph_runtime.choice import Sampling
 from graph_runtime.slots import OwnedSessions
+from splitspec.rows import RowFormat
 
 
 @dataclass(slots=True, kw_only=True)
@@ -14,8 +15,8 @@ class Session:
 
     slot: int
     sampling: Sampling
-    row_kind: int
-    """RowKind that its results carry."""
+    row_format: RowFormat
+    """Rows that its results carry; NO_ROWS for none."""
     committed_length: int = 0
 
 

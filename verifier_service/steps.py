@@ -22,7 +22,8 @@ class EngineModel:
     tap_layers: tuple[int, ...]
     row_formats: tuple[RowFormat, ...]
     """One a kind that is offered."""
-    raw_format: RowFormat
+    fused_model_hash: str
+    """Empty where ROW_KIND_FUSED is not offered."""
     max_draft_count: int
     min_prefill_chunk: int
     max_prefill_chunk: int
@@ -101,6 +102,7 @@ Item = OpenItem | ForkItem | ModelItem | ReleaseItem | RefusedItem
 class Committed:
     """Rows that an item committed: whole rows, raw little-endian bytes."""
 
+    row_format: RowFormat
     start: int
     data: bytes
 
@@ -143,7 +145,7 @@ class StepResult:
     device_ns: int
     """Target passes and verification."""
     copy_ns: int
-    """Committed rows to host bytes."""
+    """Committed rows to host bytes, fusing included where it was asked for."""
     pass_count: int
     """Target passes (law L5: one a round)."""
     row_bytes: int

@@ -160,12 +160,12 @@ def test_absent_sampling_is_greedy_and_absent_fields_keep_everything() -> None:
 
 def encoded(*results: ItemResult) -> list[pb.VerifyItemResult]:
     response = pb.VerifierRunStepsResponse()
-    encode_results(response, results, FORMAT)
+    encode_results(response, results)
     return list(response.results)
 
 
 def test_results_carry_rows_zero_values_and_errors() -> None:
-    rows = Committed(start=3, data=bytes(16))
+    rows = Committed(row_format=FORMAT, start=3, data=bytes(16))
     verify, prefill, plain, failed = encoded(
         ItemResult(
             session_id=1,

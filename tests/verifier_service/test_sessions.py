@@ -6,11 +6,12 @@ import pytest
 
 from graph_runtime.choice import Sampling
 from splitspec.errors import InvalidArgument, SessionNotFound
+from splitspec.rows import NO_ROWS
 from verifier_service.sessions import Session, StreamSessions
 
 
 def session(slot: int = 0) -> Session:
-    return Session(slot=slot, sampling=Sampling(), row_kind=1)
+    return Session(slot=slot, sampling=Sampling(), row_format=NO_ROWS)
 
 
 def test_a_stream_finds_its_sessions_and_no_others() -> None:
