@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitspec.errors import UserError
 
@@ -16,14 +16,30 @@ if TYPE_CHECKING:
     from executorch.runtime import Program
 
 FORMAT_VERSION = 1
-"""Raised when the methods' arguments or meaning change; part of the cache key."""
+"""Of a target. Raised when the methods' arguments or meaning change; part of the cache key."""
+DRAFT_FORMAT_VERSION = 1
+"""The same, of a draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramMetadata:
-    """The constant methods of a program, without their prefix `get_`."""
+class Metadata:
+    """The constant methods of a program, without their prefix `get_`. A kind adds its own."""
 
     format_version: int
+
+    def constant_methods(self) -> dict[str, Any]:
+        """Return what the exporter stores, by method name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            f"get_{name}": list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramMetadata(Metadata):
+    """What a target's program says."""
+
     model_hash: str
     precision: str
     max_seq_len: int
@@ -47,23 +63,51 @@ class ProgramMetadata:
     windows: tuple[int, ...]
     """Sliding windows, one mask each in this order; 0 is none."""
 
-    def constant_methods(self) -> dict[str, Any]:
-        """Return what the exporter stores, by method name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            f"get_{name}": list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        }
+
+@dataclass(frozen=True, kw_only=True)
+class DraftMetadata(Metadata):
+    """What an EAGLE-3 draft's program says."""
+
+    draft_hash: str
+    """SHA-256 of the checkpoint's files."""
+    target_hash: str
+    """Of the target that was given to fill what the checkpoint lacks; "" is none."""
+    precision: str
+    max_seq_len: int
+    """KV positions of one session."""
+    max_capacity: int
+    """Largest C of a cache [n_kv_heads, C, 1, D] handed to `attend`."""
+    vocab_size: int
+    draft_vocab_size: int
+    n_layers: int
+    hidden_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    max_enter_rows: int
+    """Largest N of `enter` and `attend`; the smallest of `enter` is 2."""
+    max_leave_rows: int
+    """Largest M of `leave` and `head`; its smallest is 2."""
+    sliding_window: int
+    """Slots, its own included, that a slot attends to; 0 is all."""
 
 
 def read_metadata(program: Program, path: Path) -> ProgramMetadata:
-    """Read every key of the loaded `program` that lies at `path`.
+    """Read every key of the loaded target's `program` that lies at `path`; see `read_keys`."""
+    return read_keys(ProgramMetadata, program, path)
+
+
+AnyMetadata = TypeVar("AnyMetadata")
+
+
+def read_keys(kind: type[AnyMetadata], program: Program, path: Path) -> AnyMetadata:
+    """Read every key of the dataclass `kind` of the loaded `program` that lies at `path`.
 
     Raises:
         UserError: a key is missing, named; or a value is not of its type.
     """
     values: dict[str, Any] = {}
-    for field in fields(ProgramMetadata):
+    for field in fields(kind):  # type: ignore[arg-type]
         method = f"get_{field.name}"
         if method not in program.method_names:
             raise UserError(f"program {path} lacks the metadata key {method}: export it again")
@@ -71,7 +115,7 @@ def read_metadata(program: Program, path: Path) -> ProgramMetadata:
         assert loaded is not None, method
         found = list(loaded.execute([]))
         values[field.name] = _typed(found, str(field.type), method, path)
-    return ProgramMetadata(**values)
+    return kind(**values)
 
 
 def _typed(found: list[Any], wanted: str, method: str, path: Path) -> Any:

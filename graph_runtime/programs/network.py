@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graph_runtime.architecture import DecoderConfig
-from graph_runtime.decoder import Decoder, RMSNorm, SelfAttention
+from graph_runtime.decoder import Decoder, LayerShape, RMSNorm, SelfAttention
 from graph_runtime.programs.quantised import (
     GROUP,
     Embedding8,
@@ -57,7 +57,7 @@ class InPlaceAttention(nn.Module):
 
     scale: torch.Tensor
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: LayerShape) -> None:
         """Build the attention of one layer; `bind` gives it its inputs before each trace."""
         super().__init__()
         self.n_kv_heads, self.head_dim = config.n_kv_heads, config.head_dim
@@ -71,7 +71,7 @@ class InPlaceAttention(nn.Module):
 
         Args:
             start: position of the first row.
-            mask: [1, group * N, C] float32, 0, or large and negative where masked.
+            mask: [1, group * N or 1, C] float32, 0, or large and negative where masked.
             k_cache: [n_kv_heads, C, 1, D] float32, written at [start, start + N).
             v_cache: like k_cache.
         """
@@ -196,31 +196,50 @@ def prepare(decoder: Decoder, config: DecoderConfig, precision: str) -> None:
     Raises:
         UserError: a weight does not fit `precision`; names the tensor.
     """
-    quantise = {"fp32": None, "8da8w": _linear_8, "8da4w": _linear_4, "q4_1": _linear_q4_1}
-    make = quantise[precision]
     head, embedding = decoder.lm_head, decoder.embed_tokens
-    for layer_index, layer in enumerate(decoder.layers):
-        for name, module in list(layer.named_modules()):
-            parent_name, _, attribute = name.rpartition(".")
-            parent = layer.get_submodule(parent_name)
-            if isinstance(module, nn.Linear) and make is not None:
-                weight_name = f"model.layers.{layer_index}.{name}.weight"
-                setattr(parent, attribute, make(module, weight_name))
-            elif isinstance(module, RMSNorm):
-                setattr(parent, attribute, LinearNorm(module))
-            elif isinstance(module, SelfAttention):
-                module.rotate = HalfTurn(config.head_dim)
+    for index, layer in enumerate(decoder.layers):
+        prepare_layer(layer, config.head_dim, precision, f"model.layers.{index}")
     setattr(decoder, "norm", LinearNorm(decoder.norm))  # noqa: B010 - another type of module
-    if make is not None:
+    if precision != "fp32":
         setattr(decoder, "embed_tokens", Embedding8(embedding.weight.detach()))  # noqa: B010
-        setattr(decoder, "lm_head", _linear_8(head, "lm_head.weight"))  # noqa: B010
+        setattr(decoder, "lm_head", linear_8(head, "lm_head.weight"))  # noqa: B010
 
 
-def _linear_8(linear: nn.Linear, name: str) -> nn.Module:  # noqa: ARG001 - like the others
+def prepare_layer(layer: nn.Module, head_dim: int, precision: str, prefix: str) -> None:
+    """Replace the linears, norms and rotations of one layer, in place.
+
+    Args:
+        layer: a loaded float32 layer of a decoder or of a draft.
+        head_dim: D.
+        precision: "fp32", "8da8w", "8da4w" or "q4_1".
+        prefix: what the layer's tensors are called in a message.
+
+    Raises:
+        UserError: a weight does not fit `precision`; names the tensor.
+    """
+    make = {"fp32": None, "8da8w": linear_8, "8da4w": linear_4, "q4_1": _linear_q4_1}[precision]
+    for name, module in list(layer.named_modules()):
+        parent_name, _, attribute = name.rpartition(".")
+        parent = layer.get_submodule(parent_name)
+        if isinstance(module, nn.Linear) and make is not None:
+            setattr(parent, attribute, make(module, f"{prefix}.{name}.weight"))
+        elif isinstance(module, RMSNorm):
+            setattr(parent, attribute, LinearNorm(module))
+        elif isinstance(module, SelfAttention):
+            module.rotate = HalfTurn(head_dim)
+
+
+def linear_8(linear: nn.Linear, name: str) -> nn.Module:  # noqa: ARG001 - like the others
+    """Return `linear` with int8 weights."""
     return Linear8(linear.weight.detach(), _bias(linear))
 
 
-def _linear_4(linear: nn.Linear, name: str) -> nn.Module:
+def linear_4(linear: nn.Linear, name: str) -> nn.Module:
+    """Return `linear` with symmetric 4-bit weights.
+
+    Raises:
+        UserError: its width is not whole groups; `name` is the tensor's.
+    """
     weight = _whole_groups(linear, name)
     return Linear4(*symmetric_int4(weight), _bias(linear))
 

@@ -1,0 +1,166 @@
+"""Export an EAGLE-3 draft's program."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from graph_runtime.eagle3.checkpoint import Eagle3Source, load_checkpoint
+from graph_runtime.eagle3.config import Eagle3Config
+from graph_runtime.eagle3.network import Eagle3Network
+from graph_runtime.model_files import model_hash
+from graph_runtime.programs.export import ProgramKey, Report, Source, ensure
+from graph_runtime.programs.metadata import DRAFT_FORMAT_VERSION, DraftMetadata
+from graph_runtime.programs.slot_cache import padded_capacity
+from splitspec.errors import UserError
+
+DRAFT_PRECISIONS = ("fp32", "8da8w", "8da4w")
+ENTER_ROWS = 128
+"""Most rows of one `enter` call; longer packs take several."""
+LEAVE_ROWS = 8
+"""Most rows of one `leave` or `head` call: one a session of a packed step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftKey(ProgramKey):
+    """What a draft's program depends on."""
+
+    kind: ClassVar[str] = "eagle3"
+    draft_hash: str
+    target_hash: str | None
+    """Of the target that fills what the checkpoint lacks, where one was given."""
+    embeddings: str
+    feedback: str
+    max_context_length: int
+    max_enter_rows: int = ENTER_ROWS
+    max_leave_rows: int = LEAVE_ROWS
+    format_version: int = DRAFT_FORMAT_VERSION
+
+
+def draft_key(
+    source: Eagle3Source, *, precision: str, cache_dir: Path, max_context_length: int
+) -> DraftKey:
+    """Return the key of a draft's program.
+
+    Raises:
+        UserError: the precision is unknown, the length is no length, or a folder holds no model.
+    """
+    if precision not in DRAFT_PRECISIONS:
+        raise UserError(f"precision is {precision!r}; a draft has {', '.join(DRAFT_PRECISIONS)}")
+    if max_context_length < 1:
+        raise UserError(f"max context length is {max_context_length}; expected at least 1")
+    target_hash = None if source.target is None else model_hash(source.target, cache_dir)
+    return DraftKey(
+        draft_hash=model_hash(source.folder, cache_dir),
+        target_hash=target_hash,
+        embeddings=source.embeddings,
+        feedback=source.feedback,
+        precision=precision,
+        max_context_length=max_context_length,
+    )
+
+
+def ensure_draft_program(
+    source: Eagle3Source,
+    *,
+    precision: str,
+    cache_dir: Path,
+    max_context_length: int,
+    stop: threading.Event | None = None,
+) -> Path:
+    """Return the path of the draft's program, exporting it first where the cache lacks it.
+
+    Args:
+        source: the draft's folder, the target's, and what to make of them.
+        precision: one of DRAFT_PRECISIONS.
+        cache_dir: see `splitspec.folders`.
+        max_context_length: KV positions of one session.
+        stop: once it is set, an export and a wait for another process's end.
+
+    Raises:
+        UserError: what is wrong with the checkpoint, an argument or the disk, in one line; or that
+            `stop` was set.
+    """
+    key = draft_key(
+        source,
+        precision=precision,
+        cache_dir=cache_dir,
+        max_context_length=max_context_length,
+    )
+    places = {
+        "folder": str(source.folder),
+        "target": None if source.target is None else str(source.target),
+        "tap_layers": source.tap_layers,
+        "cache_dir": str(cache_dir),
+    }
+    return ensure(key, places, cache_dir=cache_dir, stop=stop)
+
+
+def build(key: DraftKey, source: Source, report: Report) -> bytes:
+    """Return the bytes of the program that `key` describes.
+
+    Args:
+        key: what to export.
+        source: "folder" of the draft, "target" or None, "tap_layers" or None, "cache_dir".
+        report: is told of each phase.
+
+    Raises:
+        UserError: the weights cannot be read or do not fit the precision.
+    """
+    # Imported here: loading a program that exists needs none of the exporter.
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels for GPUs that it cannot load
+    from graph_runtime.programs.draft_network import prepare_draft, trace_draft
+    from graph_runtime.programs.lowering import lower
+    from graph_runtime.programs.network import InPlaceAttention
+
+    report("read weights")
+    taps = source["tap_layers"]
+    checkpoint = load_checkpoint(
+        Eagle3Source(
+            folder=Path(source["folder"]),
+            target=None if source["target"] is None else Path(source["target"]),
+            tap_layers=None if taps is None else tuple(taps),
+            embeddings=key.embeddings,
+            feedback=key.feedback,
+        ),
+        Path(source["cache_dir"]),
+    )
+    config = checkpoint.config
+    metadata = _metadata(config, key)
+    network = Eagle3Network(
+        config, attention=InPlaceAttention(config), max_context_length=metadata.max_capacity
+    ).eval()
+    network.requires_grad_(False)
+    loaded = network.load_state_dict(checkpoint.tensors, strict=False)
+    unset = [name for name in loaded.missing_keys if ".attention." not in name]
+    assert not unset + loaded.unexpected_keys, (unset, loaded.unexpected_keys)
+    report("quantise")
+    prepare_draft(network, key.precision)
+    report("trace")
+    programs = trace_draft(network, metadata)
+    return lower(programs, metadata.constant_methods(), report)
+
+
+def _metadata(config: Eagle3Config, key: DraftKey) -> DraftMetadata:
+    capacity = padded_capacity(key.max_context_length)
+    return DraftMetadata(
+        format_version=key.format_version,
+        draft_hash=key.draft_hash,
+        target_hash=key.target_hash or "",
+        precision=key.precision,
+        max_seq_len=key.max_context_length,
+        max_capacity=capacity,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.draft_vocab_size,
+        n_layers=1,
+        hidden_size=config.hidden_size,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        max_enter_rows=min(key.max_enter_rows, capacity),
+        max_leave_rows=key.max_leave_rows,
+        sliding_window=config.sliding_window or 0,
+    )
