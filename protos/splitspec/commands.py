@@ -36,6 +36,20 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
         raise UserError(f"{name} {value} is not in {least}..{most}")
 
 
+def parse_tap_layers(value: str | None) -> tuple[int, ...] | None:
+    """Return the layers of a flag like "1,14,26".
+
+    Raises:
+        UserError: it is no such list.
+    """
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isascii() and part.isdecimal() and len(part) <= 9 for part in parts):
+        raise UserError(f"--tap-layers {value!r} is not a list like 1,14,26")
+    return tuple(int(part) for part in parts)
+
+
 def run_app(app: typer.Typer, process: str) -> None:
     """Run a process's command line; its log lines carry the name `process`."""
     logging.basicConfig(

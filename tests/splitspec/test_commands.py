@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from splitspec.commands import check_range, flag, run_app
+from splitspec.commands import check_range, flag, parse_tap_layers, run_app
 from splitspec.errors import EngineFailed, UserError
 
 
@@ -105,3 +105,11 @@ def test_other_ends_of_a_command_keep_their_codes(
     with pytest.raises(SystemExit) as ended:
         run_app(app, "process")
     assert ended.value.code == code
+
+
+def test_tap_layers_are_a_list_of_numbers() -> None:
+    assert parse_tap_layers(None) is None
+    assert parse_tap_layers("1,14, 26") == (1, 14, 26)
+    for wrong in ("", "a", "1,,2", "-1", "\u0661", "1" * 5000):
+        with pytest.raises(UserError, match="--tap-layers"):
+            parse_tap_layers(wrong)

@@ -10,7 +10,7 @@ import pytest
 
 from splitspec.errors import UserError
 from verifier_service.__main__ import serve
-from verifier_service.config import VerifierConfig, parse_tap_layers
+from verifier_service.config import VerifierConfig
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,3 @@ def test_the_precision_goes_by_the_runtime_unless_one_is_asked_for() -> None:
 def test_a_model_is_known_by_its_own_name_not_by_its_path() -> None:
     assert VerifierConfig(model="/models/tiny").model_id == "tiny"
     assert VerifierConfig(model="smollm2-135m").model_id == "smollm2-135m"
-
-
-def test_tap_layers_are_a_list_of_numbers() -> None:
-    assert parse_tap_layers(None) is None
-    assert parse_tap_layers("1,14, 26") == (1, 14, 26)
-    for wrong in ("", "a", "1,,2", "-1"):
-        with pytest.raises(UserError, match="--tap-layers"):
-            parse_tap_layers(wrong)

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from verifier_service.engine_thread import EngineThread
+from graph_runtime.engine_thread import EngineThread
 
 
 @pytest.fixture
