@@ -132,15 +132,15 @@ class Cluster:
         assert self.gated
         return Gate(self.folder / "gate")
 
-    def start_verifier(self, name: str = "verifier") -> None:
-        """Start the verifier and wait until it serves."""
+    def start_verifier(self, name: str = "verifier", *more: str, wait: bool = True) -> None:
+        """Start the verifier (with `more` flags) and wait until it serves."""
         flags = ["--model", str(self.model), "--cache-dir", str(self.cache_dir)]
         module = ["-m", "verifier_service"]
         if self.gated:
             self.gate.folder.mkdir(exist_ok=True)
             module = [str(ROOT / "tests" / "gated_verifier.py"), str(self.gate.folder)]
-        command = [sys.executable, *module, "serve", *flags, *self.verifier_flags]
-        self.start(name, [*command, "--address", self.address(name)])
+        command = [sys.executable, *module, "serve", *flags, *self.verifier_flags, *more]
+        self.start(name, [*command, "--address", self.address(name)], wait=wait)
 
     def start_ngram(self, name: str = "ngram", *flags: str) -> None:
         """Start the ngram drafter."""
@@ -159,18 +159,42 @@ class Cluster:
         command += ["--continuations", str(file), *flags]
         self.start(kind, [*command, "--address", self.address(kind)])
 
-    def start_coordinator(self, drafter: str | None, *flags: str) -> str:
+    def start_eagle3(
+        self,
+        name: str,
+        head: Path,
+        *flags: str,
+        target: Path | None = None,
+        variant: str | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Start an EAGLE-3 drafter in plain torch, or a variant of it (tests/eagle3_drafters.py).
+
+        Without another `target` it drafts for the cluster's model.
+        """
+        module = ["-m", "drafter_service"]
+        if variant is not None:
+            report = str(self.folder / f"{name}.jsonl")
+            module = [str(ROOT / "tests" / "eagle3_drafters.py"), variant, report]
+        command = [sys.executable, *module, "serve", "--draft", "eagle3", "--runtime", "torch"]
+        command += ["--draft-model", str(head), "--target", str(target or self.model)]
+        command += ["--cache-dir", str(self.cache_dir), "--address", self.address(name), *flags]
+        self.start(name, command, wait=wait)
+
+    def start_coordinator(
+        self, drafter: str | None, *flags: str, verifier: str = "verifier", wait: bool = True
+    ) -> str:
         """Start a coordinator for `drafter` (None: target-only) and return its name."""
         name = f"coordinator-{drafter or 'target'}"
         command = [sys.executable, "-m", "coordinator", "serve", "--model", str(self.model)]
-        command += ["--verifier", self.address("verifier"), "--cache-dir", str(self.cache_dir)]
+        command += ["--verifier", self.address(verifier), "--cache-dir", str(self.cache_dir)]
         if drafter is not None:
             command += ["--drafter", self.address(drafter)]
-        self.start(name, [*command, "--address", self.address(name), *flags])
+        self.start(name, [*command, "--address", self.address(name), *flags], wait=wait)
         return name
 
-    def start(self, name: str, command: list[str]) -> None:
-        """Start (or restart) a process and wait until its health is SERVING."""
+    def start(self, name: str, command: list[str], *, wait: bool = True) -> None:
+        """Start (or restart) a process and wait until its health is SERVING, or do not wait."""
         self.commands[name] = command
         log = (self.folder / f"{name}.log").open("ab")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -178,7 +202,8 @@ class Cluster:
             command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True
         )
         log.close()
-        self.wait_serving(name)
+        if wait:
+            self.wait_serving(name)
 
     def restart(self, name: str) -> None:
         """Start a process again as it was started first."""
@@ -227,6 +252,11 @@ class Cluster:
                     return
             time.sleep(0.05)
         raise TimeoutError(f"{name} does not serve: {self.log(name)[-2000:]}")
+
+    def wait_all_serving(self) -> None:
+        """Wait for every process that was started without waiting for it."""
+        for name in self.processes:
+            self.wait_serving(name)
 
     def wait_not_serving(self, name: str) -> None:
         """Wait until a process that drains says NOT_SERVING, or takes no new connection."""
