@@ -20,9 +20,12 @@ PINNED = (
     "precision",
     "runtime",
     "tap_layers",
+    "fused_model_hash",
+    "row_layouts",
     "max_context_length",
 )
-"""What may not change while requests run: a replay must continue the same text (L4)."""
+"""What may not change while requests run: a replay must continue the same text (L4), and the rows
+must stay those for which the drafter was accepted, since that is not asked again."""
 
 
 class VerifierCheck:
@@ -82,6 +85,9 @@ def check_pair(
         equal("row_kind", _name(kinds, drafter.row_kind), offered or "none")
     layout = layouts[drafter.row_kind]
     equal("tap_layers", drafter.tap_layers, target.tap_layers)
+    if drafter.row_kind == rows_pb2.ROW_KIND_FUSED:
+        # Another draft's projection has the same width, and its rows would be silently wrong.
+        equal("fused_model_hash", drafter.model_hash, target.fused_model_hash)
     equal("row_width", drafter.row_width, layout.width)
     dtypes = rows_pb2.RowDtype
     equal("row_dtype", _name(dtypes, drafter.row_dtype), _name(dtypes, layout.dtype))
@@ -111,4 +117,11 @@ _OWNER = {
 
 
 def _shown(value: Any) -> str:
-    return str(value) if isinstance(value, (str, int)) else str(list(value))
+    if isinstance(value, (str, int)):
+        return str(value) or "none"
+    return str([_layout(x) if isinstance(x, verifier_pb2.RowLayout) else x for x in value])
+
+
+def _layout(layout: verifier_pb2.RowLayout) -> str:
+    kind, dtype = _name(rows_pb2.RowKind, layout.kind), _name(rows_pb2.RowDtype, layout.dtype)
+    return f"{kind} {layout.width} {dtype}" if layout.width else kind

@@ -39,6 +39,20 @@ DRAFT: dict[str, Any] = {
 }
 
 
+FUSED_LAYOUT = verifier_pb2.RowLayout(
+    kind=rows_pb2.ROW_KIND_FUSED, width=4, dtype=rows_pb2.ROW_DTYPE_FLOAT32
+)
+FUSED_TARGET: dict[str, Any] = {
+    "row_layouts": [*TARGET["row_layouts"], FUSED_LAYOUT],
+    "fused_model_hash": "d1",
+}
+FUSED_DRAFT: dict[str, Any] = {
+    "model_hash": "d1",
+    "row_kind": rows_pb2.ROW_KIND_FUSED,
+    "row_width": 4,
+}
+
+
 def _target(**fields: Any) -> verifier_pb2.VerifierGetModelResponse:
     return verifier_pb2.VerifierGetModelResponse(**{**TARGET, **fields})
 
@@ -78,6 +92,39 @@ def test_a_drafter_that_does_not_fit_is_refused(field: str, value: Any, theirs: 
         check_pair(_draft(**{field: value}), _target())
 
 
+def test_a_drafter_of_fused_rows_fits_the_verifier_that_fuses_for_it() -> None:
+    check_pair(_draft(**FUSED_DRAFT), _target(**FUSED_TARGET))
+    # One of raw rows is served beside it, whatever draft the verifier fuses for.
+    check_pair(_draft(model_hash="d2"), _target(**FUSED_TARGET))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_hash": "d2"}, "^fused_model_hash: the drafter has d2, the verifier d1$"),
+        ({"model_hash": ""}, "^fused_model_hash: the drafter has none, the verifier d1$"),
+        ({"tap_layers": [1, 3]}, r"^tap_layers: the drafter has \[1, 3\], the verifier \[1, 2\]$"),
+        ({"row_width": 8}, "^row_width: the drafter has 8, the verifier 4$"),
+    ],
+)
+def test_a_drafter_of_fused_rows_of_another_draft_or_shape_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelMismatch, match=message):
+        check_pair(_draft(**{**FUSED_DRAFT, **change}), _target(**FUSED_TARGET))
+
+
+def test_a_verifier_that_fuses_for_nobody_is_told_as_the_kinds_that_it_offers() -> None:
+    offered = "ROW_KIND_NONE, ROW_KIND_RAW_TAPS"
+    message = f"^row_kind: the drafter has ROW_KIND_FUSED, the verifier {offered}$"
+    with pytest.raises(ModelMismatch, match=message):
+        check_pair(_draft(**FUSED_DRAFT), _target())
+    # It names a kind and no draft, which no verifier of ours does: nobody's rows are for us.
+    nameless = {**FUSED_TARGET, "fused_model_hash": ""}
+    with pytest.raises(ModelMismatch, match=r"^fused_model_hash: .* has d1, the verifier none$"):
+        check_pair(_draft(**FUSED_DRAFT), _target(**nameless))
+
+
 @pytest.mark.parametrize("field", ["protocol_version", "tokenizer_hash"])
 def test_a_verifier_of_another_tokenizer_or_protocol_is_refused(field: str) -> None:
     value: Any = "t2" if field == "tokenizer_hash" else 2
@@ -102,6 +149,34 @@ def test_a_verifier_that_comes_back_must_be_the_same(field: str, value: Any) -> 
     with pytest.raises(ModelMismatch, match=rf"^{field}: the verifier has .*the one before had"):
         check(_target(**{field: value}))
     check(_target())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"fused_model_hash": "d2"},
+            "^fused_model_hash: the verifier has d2, the one before had d1$",
+        ),
+        (
+            {"fused_model_hash": "", "row_layouts": TARGET["row_layouts"]},
+            "^fused_model_hash: the verifier has none, the one before had d1$",
+        ),
+        (
+            {"row_layouts": TARGET["row_layouts"]},
+            "^row_layouts: .*'ROW_KIND_RAW_TAPS 8 ROW_DTYPE_FLOAT32'\\], "
+            ".*'ROW_KIND_FUSED 4 ROW_DTYPE_FLOAT32'\\]$",
+        ),
+    ],
+)
+def test_a_verifier_must_come_back_with_the_rows_that_the_drafter_was_accepted_for(
+    change: dict[str, Any], message: str
+) -> None:
+    check = VerifierCheck(tokenizer_hash="t1")
+    check(_target(**FUSED_TARGET))
+    with pytest.raises(ModelMismatch, match=message):
+        check(_target(**{**FUSED_TARGET, **change}))
+    check(_target(**FUSED_TARGET))
 
 
 def test_a_drafter_is_checked_only_against_a_verifier_that_is_known() -> None:

@@ -159,16 +159,27 @@ async def test_a_verifier_that_stays_away_is_not_ready() -> None:
         check(await s.generate(**REQUEST))
 
 
-@pytest.mark.parametrize("field", ["model_hash", "precision", "tokenizer_hash"])
-async def test_a_verifier_that_comes_back_different_is_never_continued_on(field: str) -> None:
-    async with stand() as s:
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("model_hash", "other"),
+        ("precision", "other"),
+        ("tokenizer_hash", "other"),
+        ("fused_model_hash", "other"),
+        ("fused_model_hash", ""),
+    ],
+)
+async def test_a_verifier_that_comes_back_different_is_never_continued_on(
+    field: str, other: str
+) -> None:
+    async with stand(verifier_model={"fused_model_hash": "d1"}) as s:
         before = getattr(s.verifier.model, field)
-        setattr(s.verifier.model, field, "other")
+        setattr(s.verifier.model, field, other)
         s.verifier.faults = {s.verifier.step_count + 5: "die"}
         error = await refused(s, **REQUEST)
         assert error.reason == "MODEL_MISMATCH"
         assert field in error.message
-        assert "other" in error.message
+        assert (other or "none") in error.message
         assert before in error.message
         assert not await s.serves()
         setattr(s.verifier.model, field, before)
