@@ -150,7 +150,7 @@ def load_fusion(
 
 
 def _open(source: Eagle3Source) -> _Files:
-    target = None if source.target is None else read_config(source.target)
+    target = None if source.target is None else _read_target(source.target)
     content = read_config_object(source.folder / "config.json")
     by_stored_name = stored_tensors(source.folder)
     try:
@@ -171,6 +171,13 @@ def _open(source: Eagle3Source) -> _Files:
     except UserError as error:
         raise UserError(f"{source.folder}: {error}") from error
     return _Files(source=source, config=config, tied=tied, stored=stored, target=target)
+
+
+def _read_target(folder: Path) -> DecoderConfig:
+    try:
+        return read_config(folder)
+    except UserError as error:
+        raise UserError(f"target {folder}: {error}") from error
 
 
 def _check_names(config: Eagle3Config, stored: dict[str, StoredTensor]) -> None:

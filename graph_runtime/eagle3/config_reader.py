@@ -94,17 +94,10 @@ def read_eagle3_config(
     _refuse_unsupported(keys)
     _check_target_layers(keys.top, target)
     n_heads = _size(layer, "num_attention_heads")
-    target_hidden = _target_hidden_size(keys, hidden, target)
+    target_hidden = _target_hidden_size(keys, hidden, target, use_aux=use_aux)
     vocabulary = vocab_size(layer, target)
-    fc_norm = keys.flag("fc_norm") or keys.flag("use_aux_norm")
-    norm_before_fc = keys.flag("norm_before_fc")
-    _check_fusion(shapes, use_aux=use_aux, norm_before_fc=norm_before_fc, fc_norm=fc_norm)
+    norm_before_fc, fc_norm = _norms_before_fc(keys, shapes, use_aux=use_aux)
     attention_bias = boolean(layer, "attention_bias")
-    if not use_aux and target_hidden != hidden:
-        raise UserError(
-            f"use_aux_hidden_state is false, so the target's hidden_size, {target_hidden}, has to "
-            f"be the draft's, {hidden}"
-        )
     return Eagle3Config(
         layout=keys.layout,
         hidden_size=hidden,
@@ -160,9 +153,16 @@ def _check_target_layers(top: Mapping[str, Any], target: DecoderConfig | None) -
         raise refused("num_target_layers", stated, f"the target's {target.n_layers}")
 
 
-def _check_fusion(
-    shapes: Mapping[str, Shape], *, use_aux: bool, norm_before_fc: bool, fc_norm: bool
-) -> None:
+def _norms_before_fc(
+    keys: Eagle3Keys, shapes: Mapping[str, Shape], *, use_aux: bool
+) -> tuple[bool, bool]:
+    """Return whether there is one norm over all taps, and whether there is one a tap.
+
+    Raises:
+        UserError: both, or a flag of the fusion and its tensors disagree.
+    """
+    norm_before_fc = keys.flag("norm_before_fc")
+    fc_norm = keys.flag("fc_norm") or keys.flag("use_aux_norm")  # EAGLE-3.1's older name
     if norm_before_fc and fc_norm:
         raise UserError(
             "config.json: norm_before_fc and fc_norm are both true; expected at most one"
@@ -181,20 +181,25 @@ def _check_fusion(
             raise UserError(f"missing tensor {name}: config.json's {flag} is true")
         if on and not use_aux:
             raise UserError(f"config.json: {flag} is true but use_aux_hidden_state is false")
+    return norm_before_fc, fc_norm
 
 
-def _target_hidden_size(keys: Eagle3Keys, hidden: int, target: DecoderConfig | None) -> int:
+def _target_hidden_size(
+    keys: Eagle3Keys, hidden: int, target: DecoderConfig | None, *, use_aux: bool
+) -> int:
     key = "target_hidden_size"
-    stated = integer(keys.top, key, least=1, most=MOST["hidden_size"]) if (
-        keys.top.get(key) is not None
-    ) else None  # fmt: skip
-    if target is None:
-        return stated or hidden
-    if stated is not None and stated != target.hidden_size:
+    width = hidden if target is None else target.hidden_size
+    if _given(keys.top, key):
+        stated = integer(keys.top, key, least=1, most=MOST["hidden_size"])
+        if target is not None and stated != width:
+            raise UserError(f"config.json: {key} is {stated}; the target's hidden_size is {width}")
+        width = stated
+    if not use_aux and width != hidden:
         raise UserError(
-            f"config.json: {key} is {stated}; the target's hidden_size is {target.hidden_size}"
+            f"use_aux_hidden_state is false, so the target's hidden_size, {width}, has to be the "
+            f"draft's, {hidden}"
         )
-    return target.hidden_size
+    return width
 
 
 def _post_norm_feedback(keys: Eagle3Keys, *, fc_norm: bool, feedback: str) -> bool:
