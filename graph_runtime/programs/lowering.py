@@ -140,13 +140,13 @@ def lower(
 def _to_edge(program: ExportedProgram, config: EdgeCompileConfig) -> ExportedProgram:
     """Return `program` in the edge dialect, rewritten in place."""
     graph = program.graph
+    signature = _with_written_buffers(program)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _rewrite(graph, node)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
-    signature = _with_written_buffers(program)
     graph.lint()
     program.graph_module.recompile()
     return ExportedProgram(
