@@ -1,6 +1,15 @@
-"""The target as an ExecuTorch program for CPUs. The only package that imports executorch."""
+"""Targets and drafts as ExecuTorch programs for CPUs. The only package that imports executorch."""
 
+from graph_runtime.programs.draft_export import DRAFT_PRECISIONS, ensure_draft_program
+from graph_runtime.programs.draft_load import load_program_draft
 from graph_runtime.programs.load import load_program_target
 from graph_runtime.programs.target_export import PRECISIONS, ensure_program
 
-__all__ = ["PRECISIONS", "ensure_program", "load_program_target"]
+__all__ = [
+    "DRAFT_PRECISIONS",
+    "PRECISIONS",
+    "ensure_draft_program",
+    "ensure_program",
+    "load_program_draft",
+    "load_program_target",
+]

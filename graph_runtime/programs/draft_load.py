@@ -1,0 +1,61 @@
+"""Load an EAGLE-3 draft that runs as an ExecuTorch program."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source, load_checkpoint
+from graph_runtime.programs.draft_export import draft_key, ensure_draft_program
+from graph_runtime.programs.executorch_runtime import start_threadpool
+from graph_runtime.programs.load import open_program
+from graph_runtime.programs.metadata import DraftMetadata, read_keys
+from graph_runtime.programs.program_draft import ProgramDraft, check_draft_fits
+
+
+def load_program_draft(
+    source: Eagle3Source,
+    *,
+    precision: str,
+    cache_dir: Path,
+    max_context_length: int,
+    slot_count: int,
+    threads: int | None,
+    stop: threading.Event | None = None,
+) -> tuple[ProgramDraft, Eagle3Checkpoint]:
+    """Load the draft of `source` as a program, exporting it first where the cache lacks it.
+
+    Arguments are those of `graph_runtime.eagle3.load.load_draft`. Of the checkpoint's tensors only
+    the fusion's are kept: the program has the others.
+
+    Raises:
+        UserError: what is wrong with the checkpoint, an argument or the program, in one line.
+    """
+    key = draft_key(
+        source, precision=precision, cache_dir=cache_dir, max_context_length=max_context_length
+    )
+    path = ensure_draft_program(
+        source,
+        precision=precision,
+        cache_dir=cache_dir,
+        max_context_length=max_context_length,
+        stop=stop,
+    )
+    checkpoint = load_checkpoint(source, cache_dir)
+    fusion = {n: t for n, t in checkpoint.tensors.items() if n.startswith("fusion.")}
+    checkpoint = replace(checkpoint, tensors=fusion)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    start_threadpool(threads)
+    program = open_program(path)
+    metadata = read_keys(DraftMetadata, program, path)
+    wanted = {
+        "draft_hash": key.draft_hash,
+        "target_hash": key.target_hash or "",
+        "precision": precision,
+    }
+    check_draft_fits(metadata, path, wanted)
+    return ProgramDraft(program, metadata, checkpoint, slot_count), checkpoint

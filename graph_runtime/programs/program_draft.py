@@ -1,0 +1,207 @@
+"""`Draft` on an ExecuTorch program: linears for the whole pack, attention a session at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint
+from graph_runtime.eagle3.config import Eagle3Config
+from graph_runtime.eagle3.draft import DraftLengths, DraftSpan
+from graph_runtime.eagle3.network import Fusion
+from graph_runtime.programs.executorch_runtime import Method, Program
+from graph_runtime.programs.metadata import DraftMetadata
+from graph_runtime.programs.program_target import load_method
+from graph_runtime.programs.slot_cache import MASKED, MIN_ROWS, SlotCache
+from splitspec.errors import UserError
+
+
+class ProgramDraft:
+    """Implements `Draft`. Each slot has a cache of its own, which grows with its session."""
+
+    def __init__(
+        self,
+        program: Program,
+        metadata: DraftMetadata,
+        checkpoint: Eagle3Checkpoint,
+        slot_count: int,
+    ) -> None:
+        """Load the methods of `program`: this is where weights are packed for the CPU."""
+        self._program = program  # the methods borrow from it
+        self._enter_method = load_method(program, "enter")
+        self._attend_method = load_method(program, "attend")
+        self._leave_method = load_method(program, "leave")
+        self._head_method = load_method(program, "head")
+        self._metadata = metadata
+        self._config = checkpoint.config
+        self._model_hash = checkpoint.model_hash
+        self._target_ids = checkpoint.target_ids
+        self._fusion = _fusion(checkpoint)
+        self._lengths = DraftLengths(slot_count, metadata.max_seq_len)
+        self._slots = [SlotCache(metadata) for _ in range(slot_count)]
+        self._masks = _masks(metadata)
+
+    @property
+    def config(self) -> Eagle3Config:
+        """Return the draft's shape."""
+        return self._config
+
+    @property
+    def model_hash(self) -> str:
+        """Return the SHA-256 of the checkpoint, as hex."""
+        return self._model_hash
+
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """Return the target id of each draft id; see `Draft.target_ids`."""
+        return self._target_ids
+
+    def fuse(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return features [N, H] of raw rows [N, raw_row_width]; see `Draft.fuse`."""
+        with torch.inference_mode():
+            return self._fusion(rows)
+
+    def reset(self, slot: int) -> None:
+        """Forget a slot's cache, and give its memory back."""
+        self._lengths.reset(slot)
+        self._slots[slot] = SlotCache(self._metadata)
+
+    def run(self, spans: Sequence[DraftSpan]) -> torch.Tensor:
+        """Run one packed pass; see `Draft.run`."""
+        self._lengths.check(spans)
+        if not spans:
+            return torch.empty(0, self._config.hidden_size)
+        q, k, v, residual = self._enter(spans)
+        mixed, last = [], []
+        first = 0
+        for span in spans:
+            end = first + len(span.token_ids)
+            last.append(end - 1)
+            mixed.append(self._attend(span, q[end - 1 : end], k[first:end], v[first:end]))
+            first = end
+        self._lengths.write(spans)
+        alone = len(spans) == len(residual) == 1
+        return self._leave(
+            mixed[0] if len(mixed) == 1 else torch.cat(mixed),
+            residual if alone else residual[last],
+        )
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, Vd] of recurrent features [B, H]."""
+        return self._rows(self._head_method, [features], self._config.draft_vocab_size)
+
+    def _enter(self, spans: Sequence[DraftSpan]) -> list[torch.Tensor]:
+        """Return q, k, v and the residual of all rows of the pack."""
+        tokens = torch.tensor([token for span in spans for token in span.token_ids])
+        positions = torch.tensor(
+            [p for span in spans for p in range(span.start, span.start + len(span.token_ids))]
+        )
+        features = spans[0].features if len(spans) == 1 else torch.cat([s.features for s in spans])
+        features = features.float().contiguous()
+        parts = []
+        step = self._metadata.max_enter_rows
+        for first in range(0, len(tokens), step):
+            inputs = [x[first : first + step] for x in (tokens, features, positions)]
+            count = len(inputs[0])
+            found = list(self._enter_method.execute(_padded(inputs)))
+            if len(found) == 3:  # the residual is the feature itself
+                found.append(inputs[1])
+            parts.append(found if count >= MIN_ROWS else [x[:count] for x in found])
+        if len(parts) == 1:
+            return parts[0]
+        return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+    def _attend(
+        self, span: DraftSpan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Write k and v [T, n_kv_heads, D] of a span; return the mixed values of its last row."""
+        slot = self._slots[span.slot]
+        end = span.start + len(k)
+        slot.reserve(end, kept=span.start)
+        slot.clear_from(span.start)
+        # NaN and infinities in K/V show through any mask once the positions are stale.
+        slot.overflowed |= not math.isfinite(float(k.sum() + v.sum()))
+        step = self._metadata.max_enter_rows
+        mixed = q
+        for first in range(0, len(k), step):
+            part = slice(first, first + step)
+            start = torch.tensor([span.start + first])
+            mask = self._mask(min(span.start + first + step, end) - 1, slot.capacity)
+            (mixed,) = self._attend_method.execute(
+                [q, k[part], v[part], start, mask, *slot.tensors]
+            )
+        return mixed
+
+    def _mask(self, position: int, capacity: int) -> torch.Tensor:
+        """Return the mask [1, 1, capacity] of what the row at `position` may see."""
+        first = self._metadata.max_capacity - 1 - position
+        return self._masks[first : first + capacity].view(1, 1, capacity)
+
+    def _leave(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._rows(self._leave_method, [mixed, residual], self._config.hidden_size)
+
+    def _rows(self, method: Method, inputs: list[torch.Tensor], width: int) -> torch.Tensor:
+        """Return what `method` makes of inputs [B, ...], [B, width]; B may be 0."""
+        count, step = len(inputs[0]), self._metadata.max_leave_rows
+        parts = []
+        for first in range(0, count, step):
+            part = [x[first : first + step].contiguous() for x in inputs]
+            (found,) = method.execute(_padded(part))
+            parts.append(found[: len(part[0])])
+        if not parts:
+            return torch.empty(0, width)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _padded(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the inputs of one call; a single row is run twice, see MIN_ROWS."""
+    if len(inputs[0]) >= MIN_ROWS:
+        return inputs
+    return [torch.cat((x,) * MIN_ROWS) for x in inputs]
+
+
+def _masks(metadata: DraftMetadata) -> torch.Tensor:
+    """Return [2C] of which every row's mask is a slice: masked, then C visible, then masked.
+
+    Position p's slice begins C - 1 - p before the end of what is visible, so that p is the last.
+    """
+    capacity, window = metadata.max_capacity, metadata.sliding_window
+    masks = torch.full((2 * capacity,), MASKED)
+    masks[max(capacity - window, 0) if window else 0 : capacity] = 0
+    return masks
+
+
+def _fusion(checkpoint: Eagle3Checkpoint) -> Fusion:
+    fusion = Fusion(checkpoint.config).eval()
+    prefix = "fusion."
+    fusion.load_state_dict(
+        {
+            name.removeprefix(prefix): tensor
+            for name, tensor in checkpoint.tensors.items()
+            if name.startswith(prefix)
+        }
+    )
+    return fusion.requires_grad_(False)
+
+
+def check_draft_fits(metadata: DraftMetadata, path: Path, wanted: dict[str, str]) -> None:
+    """Refuse a program of another draft, target or precision.
+
+    Args:
+        metadata: what the program says.
+        path: where it lies.
+        wanted: by metadata key.
+
+    Raises:
+        UserError: names both values.
+    """
+    for key, value in wanted.items():
+        found = getattr(metadata, key)
+        if found != value:
+            name = key.replace("_", " ")
+            raise UserError(
+                f"program {path} has {name} {found or 'none'}; expected {value or 'none'}"
+            )
