@@ -1,9 +1,13 @@
-"""The drafter's commands: `python -m drafter_service serve`. The environment is read only here."""
+"""The drafter's commands: `python -m drafter_service serve` and `export eagle3`.
+
+The environment is read only here.
+"""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,12 +16,34 @@ import typer
 
 from drafter_service.config import METHODS, DrafterConfig
 from drafter_service.server import serve_drafter
-from splitspec.commands import flag, run_app
+from splitspec.commands import flag, parse_tap_layers, run_app
 from splitspec.serving import run_service
 
 logger = logging.getLogger("drafter_service")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-DEFAULTS = DrafterConfig()
+export = typer.Typer(help="Lower a draft to an ExecuTorch program.")
+app.add_typer(export, name="export")
+CONFIG = DrafterConfig()
+
+DraftModel = Annotated[Path | None, flag("draft-model", "eagle3: the checkpoint's folder.")]
+Target = Annotated[
+    str | None, flag("target", "eagle3: a pulled model's name, or an HF-layout folder.")
+]
+Precision = Annotated[str | None, flag("precision", "fp32, 8da4w, ...; by runtime.")]
+ContextLength = Annotated[
+    int | None, flag("max-context-length", "Longest context of one session, in tokens; by method.")
+]
+SlotCount = Annotated[
+    int | None, flag("slot-count", "Sessions that can be open at once; by method.")
+]
+TapLayers = Annotated[
+    str | None, flag("tap-layers", "eagle3: layers of a row, like 1,14,26; else the checkpoint's.")
+]
+Embeddings = Annotated[str, flag("embeddings", "eagle3: whose, auto, own or target.")]
+Feedback = Annotated[
+    str, flag("feedback", "eagle3: what a step is fed, auto, pre-norm or post-norm.")
+]
+CacheDir = Annotated[Path, flag("cache-dir", "Where models and programs are kept.")]
 
 
 @app.callback()
@@ -27,32 +53,45 @@ def commands() -> None:
 
 @app.command()
 def serve(
-    draft: Annotated[str, flag("draft", "Drafting method: ngram.")] = DEFAULTS.draft,
-    address: Annotated[str, flag("address", "host:port or unix:/path.")] = DEFAULTS.address,
+    draft: Annotated[str, flag("draft", "Drafting method: ngram or eagle3.")] = CONFIG.draft,
+    address: Annotated[str, flag("address", "host:port or unix:/path.")] = CONFIG.address,
     metrics_address: Annotated[
         str | None, flag("metrics-address", "host:port of the Prometheus endpoint.")
-    ] = DEFAULTS.metrics_address,
-    slot_count: Annotated[
-        int, flag("slot-count", "Sessions that can be open at once.")
-    ] = DEFAULTS.slot_count,
-    max_context_length: Annotated[
-        int, flag("max-context-length", "Longest context of one session, in tokens.")
-    ] = DEFAULTS.max_context_length,
+    ] = None,
+    slot_count: SlotCount = None,
+    max_context_length: ContextLength = None,
     max_draft_count: Annotated[
         int, flag("max-draft-count", "Most draft tokens a round.")
-    ] = DEFAULTS.max_draft_count,
+    ] = CONFIG.max_draft_count,
     ngram_max: Annotated[
-        int, flag("ngram-max", "Longest suffix that is looked up.")
-    ] = DEFAULTS.ngram_max,
+        int, flag("ngram-max", "ngram: longest suffix that is looked up.")
+    ] = CONFIG.ngram_max,
     ngram_min: Annotated[
-        int, flag("ngram-min", "Shortest suffix that is looked up.")
-    ] = DEFAULTS.ngram_min,
+        int, flag("ngram-min", "ngram: shortest suffix that is looked up.")
+    ] = CONFIG.ngram_min,
+    draft_model: DraftModel = None,
+    target: Target = None,
+    runtime: Annotated[str, flag("runtime", "eagle3: executorch or torch.")] = CONFIG.runtime,
+    precision: Precision = None,
+    threads: Annotated[int | None, flag("threads", "eagle3: compute threads.")] = None,
+    device: Annotated[str, flag("device", "eagle3, torch: cpu or cuda.")] = CONFIG.device,
+    rows: Annotated[str, flag("rows", "eagle3: rows that are wanted, raw or fused.")] = CONFIG.rows,
+    row_dtype: Annotated[
+        str, flag("row-dtype", "eagle3: float32, bfloat16 or float16.")
+    ] = CONFIG.row_dtype,
+    draft_sampling: Annotated[
+        str, flag("draft-sampling", "eagle3: argmax or coupled, where a session does not say.")
+    ] = CONFIG.draft_sampling,
+    tap_layers: TapLayers = None,
+    embeddings: Embeddings = CONFIG.embeddings,
+    feedback: Feedback = CONFIG.feedback,
+    cache_dir: CacheDir = CONFIG.cache_dir,
     otlp_endpoint: Annotated[
         str | None, flag("otlp-endpoint", "OTLP gRPC endpoint that gets the spans.")
-    ] = DEFAULTS.otlp_endpoint,
+    ] = None,
     trace_file: Annotated[
         Path | None, flag("trace-file", "File that gets one JSON line a span.")
-    ] = DEFAULTS.trace_file,
+    ] = None,
 ) -> None:
     """Serve the Drafter service until SIGTERM."""
     config = DrafterConfig(
@@ -64,12 +103,26 @@ def serve(
         max_draft_count=max_draft_count,
         ngram_max=ngram_max,
         ngram_min=ngram_min,
+        draft_model=draft_model,
+        target=target,
+        runtime=runtime,
+        precision=precision,
+        threads=threads,
+        device=device,
+        rows=rows,
+        row_dtype=row_dtype,
+        draft_sampling=draft_sampling,
+        tap_layers=parse_tap_layers(tap_layers),
+        embeddings=embeddings,
+        feedback=feedback,
+        cache_dir=cache_dir,
         otlp_endpoint=otlp_endpoint,
         trace_file=trace_file,
     )
     logger.info("%s", config)
     method = importlib.import_module(METHODS[config.draft])
-    run_service(serve_drafter(config, partial(method.load, config)))
+    stop = threading.Event()
+    run_service(serve_drafter(config, partial(method.load, config, stop), on_stop=stop.set))
 
 
 def main() -> None:

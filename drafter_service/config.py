@@ -7,12 +7,25 @@ from pathlib import Path
 
 from splitspec.commands import check_range
 from splitspec.errors import UserError
+from splitspec.folders import DEFAULT_CACHE_DIR
 
-METHODS = {"ngram": "drafter_service.ngram"}
-"""Drafting method -> module with `load(config) -> Drafter`. EAGLE-3 and DFlash join here."""
+METHODS = {"eagle3": "drafter_service.eagle3", "ngram": "drafter_service.ngram"}
+"""Drafting method -> module with `load(config, stop) -> Drafter`. DFlash joins here."""
+
+DEFAULT_SLOT_COUNTS = {"eagle3": 8, "ngram": 64}
+DEFAULT_CONTEXT_LENGTHS = {"eagle3": 1024, "ngram": 32768}
+"""By method: a KV cache is `slot_count` times `max_context_length` positions, an index is not."""
+MAX_DRAFT_COUNTS = {"eagle3": 7, "ngram": 1024}
+DEFAULT_PRECISIONS = {"executorch": "8da4w", "torch": "fp32"}
+"""Runtime -> a draft's precision when none is asked for: its errors cost acceptance, no text."""
+
+ROW_KINDS = ("raw", "fused")
+ROW_DTYPES = ("float32", "bfloat16", "float16")
+DRAFT_SAMPLINGS = ("argmax", "coupled")
+EMBEDDINGS = ("auto", "own", "target")
+FEEDBACKS = ("auto", "pre-norm", "post-norm")
 
 MAX_SLOT_COUNT = 4096
-MAX_DRAFT_COUNT = 1024
 MAX_CONTEXT_LENGTH = 2**24
 
 
@@ -27,11 +40,31 @@ class DrafterConfig:
     draft: str = "ngram"
     address: str = "127.0.0.1:7102"
     metrics_address: str | None = None
-    slot_count: int = 64
-    max_context_length: int = 32768
+    slot_count: int | None = None
+    """None: the method's default."""
+    max_context_length: int | None = None
+    """None: the method's default."""
     max_draft_count: int = 7
     ngram_max: int = 4
     ngram_min: int = 1
+    draft_model: Path | None = None
+    """eagle3: the folder of the draft's checkpoint."""
+    target: str | None = None
+    """eagle3: a pulled model's name or an HF-layout folder, for what the checkpoint has not."""
+    runtime: str = "executorch"
+    precision: str | None = None
+    """None: the runtime's default."""
+    threads: int | None = None
+    device: str = "cpu"
+    rows: str = "raw"
+    row_dtype: str = "float32"
+    draft_sampling: str = "argmax"
+    """How a session drafts that leaves it to the method."""
+    tap_layers: tuple[int, ...] | None = None
+    """None: as the checkpoint says."""
+    embeddings: str = "auto"
+    feedback: str = "auto"
+    cache_dir: Path = DEFAULT_CACHE_DIR
     otlp_endpoint: str | None = None
     trace_file: Path | None = None
 
@@ -39,8 +72,50 @@ class DrafterConfig:
         if self.draft not in METHODS:
             known = ", ".join(sorted(METHODS))
             raise UserError(f"--draft {self.draft!r}: this version drafts with {known} only")
-        check_range("--slot-count", self.slot_count, 1, MAX_SLOT_COUNT)
-        check_range("--max-context-length", self.max_context_length, 1, MAX_CONTEXT_LENGTH)
-        check_range("--max-draft-count", self.max_draft_count, 1, MAX_DRAFT_COUNT)
+        if self.draft == "eagle3" and self.draft_model is None:
+            raise UserError("--draft eagle3 needs --draft-model, the folder of a checkpoint")
+        if self.draft == "ngram" and self.draft_model is not None:
+            raise UserError(
+                f"--draft-model {str(self.draft_model)!r}: --draft ngram has no model; "
+                "--draft eagle3 has"
+            )
+        check_range("--slot-count", self.chosen_slot_count, 1, MAX_SLOT_COUNT)
+        check_range("--max-context-length", self.chosen_context_length, 1, MAX_CONTEXT_LENGTH)
+        check_range("--max-draft-count", self.max_draft_count, 1, MAX_DRAFT_COUNTS[self.draft])
         check_range("--ngram-max", self.ngram_max, 1, 32)
         check_range("--ngram-min", self.ngram_min, 1, self.ngram_max)
+        _check_choice("--runtime", self.runtime, tuple(DEFAULT_PRECISIONS))
+        _check_choice("--rows", self.rows, ROW_KINDS)
+        _check_choice("--row-dtype", self.row_dtype, ROW_DTYPES)
+        _check_choice("--draft-sampling", self.draft_sampling, DRAFT_SAMPLINGS)
+        _check_choice("--embeddings", self.embeddings, EMBEDDINGS)
+        _check_choice("--feedback", self.feedback, FEEDBACKS)
+        if self.threads is not None:
+            check_range("--threads", self.threads, 1, 1024)
+
+    @property
+    def chosen_slot_count(self) -> int:
+        """Return how many sessions can be open at once."""
+        return DEFAULT_SLOT_COUNTS[self.draft] if self.slot_count is None else self.slot_count
+
+    @property
+    def chosen_context_length(self) -> int:
+        """Return the longest context of one session."""
+        if self.max_context_length is None:
+            return DEFAULT_CONTEXT_LENGTHS[self.draft]
+        return self.max_context_length
+
+    @property
+    def chosen_precision(self) -> str:
+        """Return the precision to draft in."""
+        return self.precision or DEFAULT_PRECISIONS[self.runtime]
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Check a flag that takes one of a few words.
+
+    Raises:
+        UserError: names the flag, the value and the words.
+    """
+    if value not in known:
+        raise UserError(f"{name} {value!r} is not {', '.join(known[:-1])} or {known[-1]}")

@@ -87,6 +87,11 @@ class Drafter(Protocol):
         """Return what is loaded."""
         ...
 
+    @property
+    def pass_count(self) -> int:
+        """Return how many passes of a model steps have run since the load; 0 without a model."""
+        ...
+
     def open(self, slot: int, parameters: SessionParameters) -> None:
         """Begin an empty context in a free slot."""
         ...

@@ -72,10 +72,11 @@ class ItemResult:
 
 @dataclass(slots=True, kw_only=True)
 class StepResult:
-    """Results in the order of the items, and the time that the drafter took."""
+    """Results in the order of the items, and the time and passes that the drafter took."""
 
     results: list[ItemResult]
     device_ns: int
+    pass_count: int
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class _Pack:
     drafted: set[int] = field(default_factory=set)
     """Sessions that have had their draft item in this step, run or not."""
     device_ns: int = 0
+    pass_count: int = 0
 
 
 class Engine:
@@ -113,7 +115,7 @@ class Engine:
         pack = _Pack()
         results = [self._run_item(stream, item, pack) for item in items]
         self._flush(pack)
-        return StepResult(results=results, device_ns=pack.device_ns)
+        return StepResult(results=results, device_ns=pack.device_ns, pass_count=pack.pass_count)
 
     def release_all(self, stream: StreamSessions) -> None:
         """Free every slot of a stream that has ended (law L7)."""
@@ -198,9 +200,10 @@ class Engine:
         """Run the works that wait in one pass of the drafter."""
         if not pack.works:
             return
-        started = perf_counter_ns()
+        started, passed = perf_counter_ns(), self._drafter.pass_count
         drafts = self._drafter.step(pack.works)
         pack.device_ns += perf_counter_ns() - started
+        pack.pass_count += self._drafter.pass_count - passed
         for work, session, result, ids in zip(
             pack.works, pack.sessions, pack.results, drafts, strict=True
         ):

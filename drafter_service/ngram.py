@@ -6,6 +6,7 @@ of a scan, and with drafts that may copy from themselves.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,6 +100,11 @@ class NgramDrafter:
         """Return the limits; any target fits."""
         return self._info
 
+    @property
+    def pass_count(self) -> int:
+        """Return 0: there is no model."""
+        return 0
+
     def open(self, slot: int, parameters: SessionParameters) -> None:
         """Begin an empty index. There are no logits to sample from: `parameters` change nothing."""
         del parameters
@@ -127,15 +133,16 @@ class NgramDrafter:
         del self._slots[slot]
 
 
-def load(config: DrafterConfig) -> Drafter:
-    """Return the drafter that `config` describes."""
+def load(config: DrafterConfig, stop: threading.Event | None = None) -> Drafter:
+    """Return the drafter that `config` describes; at once, so `stop` ends nothing."""
+    del stop
     info = DrafterInfo(
         method="ngram",
         model_id=f"ngram-{config.ngram_min}-{config.ngram_max}",
         row_format=NO_ROWS,
         max_draft_count=config.max_draft_count,
-        max_context_length=config.max_context_length,
-        slot_count=config.slot_count,
+        max_context_length=config.chosen_context_length,
+        slot_count=config.chosen_slot_count,
         instant=True,
     )
     return NgramDrafter(info, ngram_min=config.ngram_min, ngram_max=config.ngram_max)

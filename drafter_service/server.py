@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -27,11 +23,13 @@ from drafter_service.engine import (
     ReleaseItem,
     StepResult,
 )
+from drafter_service.metrics import DrafterMetrics
 from drafter_service.sessions import StreamSessions
+from graph_runtime.engine_thread import EngineThread
 from splitspec import ITEMS_A_SLOT, serving, telemetry
 from splitspec.checks import check_step
 from splitspec.errors import Draining, EngineFailed
-from splitspec.metrics import ModelServiceMetrics, new_registry
+from splitspec.metrics import new_registry
 from splitspec.serving import Lifecycle, ServiceEntry
 from splitspec.v1 import drafter_pb2 as pb
 from splitspec.v1 import drafter_pb2_grpc
@@ -39,6 +37,7 @@ from splitspec.v1 import drafter_pb2_grpc
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "splitspec.v1.Drafter"
+_CLOSE_SECONDS = 5.0
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
@@ -49,24 +48,23 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
     ) -> None:
         self._lifecycle = lifecycle
         self._tracing = tracing
-        self._metrics = ModelServiceMetrics(registry)
-        self._queue_seconds = self._metrics.step_seconds.labels("queue")
-        self._device_seconds = self._metrics.step_seconds.labels("device")
+        self._metrics = DrafterMetrics(registry)
+        self._thread = EngineThread()
         self._engine: Engine | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
     async def load(self, load: Callable[[], Drafter]) -> None:
-        """Load the drafter on the engine's thread; calls are NOT_READY until then."""
-        drafter = await asyncio.get_running_loop().run_in_executor(self._thread, load)
-        self._engine = Engine(drafter)
-        self._metrics.slots_in_use.set_function(self._used_slot_count)
+        """Load the drafter on the engine's thread; calls are NOT_READY until then.
 
-    def _used_slot_count(self) -> float:
-        return self._engine.used_slot_count if self._engine else 0
+        Raises:
+            UserError: what is wrong with the draft model or a flag.
+        """
+        engine = Engine(await self._thread.call(load))
+        self._metrics.watch_slots(lambda: engine.used_slot_count)
+        self._engine = engine
 
     def close(self) -> None:
         """End the engine's thread."""
-        self._thread.shutdown(wait=True)
+        self._thread.close(_CLOSE_SECONDS)
 
     async def GetModel(
         self, request: pb.DrafterGetModelRequest, context: Any
@@ -112,7 +110,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         response.timings.queue.FromNanoseconds(queue_ns)
         response.timings.device.FromNanoseconds(step.device_ns)
         response.timings.copy.FromNanoseconds(0)
-        self._count(items, step, queue_ns)
+        self._metrics.count(map(_action, items), step, queue_ns)
         if self._tracing.enabled:
             self._trace(request, step, began_ns, queue_ns)
         return response
@@ -130,8 +128,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         try:
             if engine.info.instant:
                 return engine.run(stream, items)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, engine.run, stream, items)
+            return await self._thread.call(partial(engine.run, stream, items))
         except Exception as error:
             logger.error("the drafter failed", exc_info=error)
             failure = EngineFailed(f"the drafter failed: {type(error).__name__}: {error}"[:500])
@@ -146,19 +143,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
             return
         # Not awaited: this call may be cancelled already. The thread runs it after the step that
         # may still be in flight, so nothing writes to a slot that is free.
-        with contextlib.suppress(RuntimeError):  # the process ends, and every slot with it
-            self._thread.submit(engine.release_all, stream)
-
-    def _count(self, items: Sequence[Item], step: StepResult, queue_ns: int) -> None:
-        metrics = self._metrics
-        metrics.steps.inc()
-        self._queue_seconds.observe(queue_ns / 1e9)
-        self._device_seconds.observe(step.device_ns / 1e9)
-        for action, count in Counter(map(_action, items)).items():
-            metrics.step_items.labels(action).inc(count)
-        for result in step.results:
-            if result.error is not None:
-                metrics.item_errors.labels(result.error.reason).inc()
+        self._thread.post(partial(engine.release_all, stream))
 
     def _trace(
         self,
@@ -226,8 +211,11 @@ async def serve_drafter(
     load: Callable[[], Drafter],
     *,
     on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve the drafter that `load` returns until the process is told to stop.
+
+    `on_stop` is called before the engine's thread is waited for: it ends a `load` that takes long.
 
     Raises:
         UserError: an address or a file that `config` names cannot be used.
@@ -249,5 +237,6 @@ async def serve_drafter(
             registry=registry,
         )
     finally:
+        on_stop()
         servicer.close()
         tracing.close()

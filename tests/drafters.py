@@ -69,6 +69,8 @@ DISTORTIONS: dict[str, Distort] = {
 class OracleDrafter:
     """Knows what the target will say, and drafts it through `distort`."""
 
+    pass_count = 0
+
     def __init__(
         self,
         kind: str,

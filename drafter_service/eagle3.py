@@ -1,0 +1,255 @@
+"""EAGLE-3: draft with a small network that reads the target's rows, in the shifted scheme.
+
+A round is K passes: one that seeds what has committed since the last one and yields d1, then K - 1
+of one draft slot a session, each fed with the session's own recurrent feature. When draft tokens
+are accepted, the target's rows of their positions overwrite those slots: nothing is rolled back.
+After Li et al., "EAGLE-3" (2025).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from drafter_service.config import DrafterConfig
+from drafter_service.drafter import (
+    Drafter,
+    DrafterInfo,
+    DraftSampling,
+    DraftWork,
+    SessionParameters,
+)
+from drafter_service.eagle3_slots import Chain, Slot
+from graph_runtime.choice import Sampling, choose
+from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source
+from graph_runtime.eagle3.draft import Draft, DraftSpan
+from graph_runtime.eagle3.load import load_draft
+from splitspec.folders import model_folder
+from splitspec.rows import RowFormat
+from splitspec.v1 import rows_pb2
+
+assert sys.byteorder == "little", "rows cross the wire as this machine's own bytes"
+
+_DTYPES = {
+    rows_pb2.ROW_DTYPE_FLOAT32: torch.float32,
+    rows_pb2.ROW_DTYPE_BFLOAT16: torch.bfloat16,
+    rows_pb2.ROW_DTYPE_FLOAT16: torch.float16,
+}
+_ROW_KINDS = {"raw": rows_pb2.ROW_KIND_RAW_TAPS, "fused": rows_pb2.ROW_KIND_FUSED}
+_ROW_DTYPES = {
+    "float32": rows_pb2.ROW_DTYPE_FLOAT32,
+    "bfloat16": rows_pb2.ROW_DTYPE_BFLOAT16,
+    "float16": rows_pb2.ROW_DTYPE_FLOAT16,
+}
+
+
+class Eagle3Drafter:
+    """Drafts for many sessions in packed passes of one draft."""
+
+    def __init__(self, draft: Draft, info: DrafterInfo, draft_sampling: DraftSampling) -> None:
+        """Draft with a loaded `draft`.
+
+        Args:
+            draft: with a cache of `info`'s slots and lengths.
+            info: the handshake; its row format says what rows are.
+            draft_sampling: of sessions that leave it to the method.
+        """
+        self._draft = draft
+        self._info = info
+        self._draft_sampling = draft_sampling
+        self._row_dtype = _DTYPES[info.row_format.dtype]
+        # A fused row went through fc on the verifier: it must never go through it again.
+        self._is_fused = info.row_format.kind == rows_pb2.ROW_KIND_FUSED
+        self._target_ids = None if draft.target_ids is None else draft.target_ids.numpy()
+        self._slots: dict[int, Slot] = {}
+        self._pass_count = 0
+
+    @property
+    def info(self) -> DrafterInfo:
+        """Return what is loaded."""
+        return self._info
+
+    @property
+    def pass_count(self) -> int:
+        """Return how many packed passes steps have run."""
+        return self._pass_count
+
+    def open(self, slot: int, parameters: SessionParameters) -> None:
+        """Begin an empty context in a free slot."""
+        assert slot not in self._slots, slot
+        sampling = Sampling()
+        chosen = parameters.draft_sampling
+        if chosen is DraftSampling.METHOD_DEFAULT:
+            chosen = self._draft_sampling
+        if chosen is DraftSampling.COUPLED:
+            sampling = Sampling(
+                temperature=parameters.temperature,
+                top_k=parameters.top_k,
+                top_p=parameters.top_p,
+                min_p=parameters.min_p,
+                seed=parameters.seed,
+            )
+        self._slots[slot] = Slot(slot, sampling)
+
+    def step(self, works: Sequence[DraftWork]) -> list[list[int]]:
+        """Seed what is known of every session in one pass, then draft on in step.
+
+        No draft slot beyond the context is written (E13): near its end fewer tokens are drafted.
+        """
+        drafts: list[list[int]] = [[] for _ in works]
+        spans: list[DraftSpan] = []
+        chains: dict[int, Chain] = {}
+        for work, ids in zip(works, drafts, strict=True):
+            slot = self._slots[work.slot]
+            span = self._advance(slot, work)
+            if span is None:
+                continue
+            if work.draft_count:
+                room = self._info.max_context_length - slot.length + 1
+                chains[len(spans)] = Chain(slot=slot, count=min(work.draft_count, room), ids=ids)
+            spans.append(span)
+        if spans:
+            features = self._run(spans)
+            self._chain(list(chains.values()), features[list(chains)])
+        return drafts
+
+    def release(self, slot: int) -> None:
+        """Forget a slot's context."""
+        del self._slots[slot]
+        self._draft.reset(slot)
+
+    def _advance(self, slot: Slot, work: DraftWork) -> DraftSpan | None:
+        """Extend a session; a row that is no number spoils it, and it alone."""
+        assert slot.length == work.start, "law L2"
+        features = None
+        if work.token_ids and not slot.is_spoilt:
+            features = self._features(work)
+            if not bool(torch.isfinite(features).all()):
+                slot.spoil()
+        if slot.is_spoilt:
+            slot.length += len(work.token_ids)
+            return None
+        return slot.advance(work, features)
+
+    def _features(self, work: DraftWork) -> torch.Tensor:
+        """Return the features [c, H] float32 of a work's rows."""
+        assert work.rows is not None
+        # NOTE: the one copy. The bytes are the message's, read-only and gone after the step; torch
+        # wants neither, and features outlive the step while they are held.
+        rows = torch.frombuffer(bytearray(work.rows), dtype=self._row_dtype)
+        rows = rows.view(len(work.token_ids), self._info.row_format.width).float()
+        return rows if self._is_fused else self._draft.fuse(rows)
+
+    def _run(self, spans: Sequence[DraftSpan]) -> torch.Tensor:
+        self._pass_count += 1
+        return self._draft.run(spans)
+
+    def _chain(self, chains: Sequence[Chain], features: torch.Tensor) -> None:
+        """Draft each session's tokens, those of one step of all in one pass.
+
+        Args:
+            chains: B sessions, none with a token yet.
+            features: [B, H] recurrent features of their last seeded slots.
+        """
+        while chains:
+            kept = self._choose(chains, features)
+            chains = [chains[i] for i in kept]
+            if not chains:
+                return
+            spans = [c.span(features[i : i + 1]) for i, c in zip(kept, chains, strict=True)]
+            features = self._run(spans)
+
+    def _choose(self, chains: Sequence[Chain], features: torch.Tensor) -> list[int]:
+        """Add one draft token each; return the indices of the sessions that want another."""
+        logits = self._draft.logits(features)
+        finite = torch.isfinite(logits).all(dim=1).tolist()
+        alike: dict[Sampling, list[int]] = {}
+        for i, chain in enumerate(chains):
+            if finite[i]:
+                alike.setdefault(chain.slot.sampling, []).append(i)
+            else:
+                chain.slot.spoil()
+                chain.ids.clear()
+        for sampling, at in alike.items():  # a row's choice does not depend on the other rows
+            positions = [chains[i].position for i in at]
+            chosen = choose(logits[at], sampling, positions, target_ids=self._target_ids)
+            for i, token_id in zip(at, chosen, strict=True):
+                chains[i].ids.append(token_id)
+        return [i for i, c in enumerate(chains) if finite[i] and len(c.ids) < c.count]
+
+
+def load(config: DrafterConfig, stop: threading.Event | None = None) -> Drafter:
+    """Load and warm up the draft that `config` names; `stop` ends an export.
+
+    Raises:
+        UserError: what is wrong with the checkpoint, the target or a flag.
+    """
+    assert config.draft_model is not None, config
+    draft, checkpoint = load_draft(
+        draft_source(config),
+        runtime=config.runtime,
+        precision=config.chosen_precision,
+        cache_dir=config.cache_dir.expanduser(),
+        max_context_length=config.chosen_context_length,
+        slot_count=config.chosen_slot_count,
+        threads=config.threads,
+        device=config.device,
+        stop=stop,
+    )
+    info = _info(config, draft, checkpoint)
+    _warm_up(draft, info)
+    return Eagle3Drafter(draft, info, DraftSampling(config.draft_sampling))
+
+
+def draft_source(config: DrafterConfig) -> Eagle3Source:
+    """Return what `config` says about the checkpoint.
+
+    Raises:
+        UserError: the target is neither a folder nor a pulled model.
+    """
+    assert config.draft_model is not None, config
+    target = None
+    if config.target is not None:
+        target = model_folder(config.target, config.cache_dir)
+    return Eagle3Source(
+        folder=config.draft_model,
+        target=target,
+        tap_layers=config.tap_layers,
+        embeddings=config.embeddings,
+        feedback=config.feedback,
+    )
+
+
+def _info(config: DrafterConfig, draft: Draft, checkpoint: Eagle3Checkpoint) -> DrafterInfo:
+    assert config.draft_model is not None
+    shape = draft.config
+    width = shape.hidden_size if config.rows == "fused" else shape.raw_row_width
+    return DrafterInfo(
+        method="eagle3",
+        model_id=config.draft_model.resolve().name,
+        model_hash=draft.model_hash,
+        vocab_size=shape.vocab_size,
+        tokenizer_hash=checkpoint.tokenizer_hash,
+        row_format=RowFormat(
+            kind=_ROW_KINDS[config.rows], dtype=_ROW_DTYPES[config.row_dtype], width=width
+        ),
+        tap_layers=shape.tap_layers,
+        max_draft_count=config.max_draft_count,
+        max_context_length=config.chosen_context_length,
+        slot_count=config.chosen_slot_count,
+        instant=False,
+    )
+
+
+def _warm_up(draft: Draft, info: DrafterInfo) -> None:
+    """Run every kind of pass once: the first call of each takes longer than any later one."""
+    draft.fuse(torch.zeros(1, draft.config.raw_row_width))
+    count = min(8, info.max_context_length)
+    features = torch.zeros(count, draft.config.hidden_size)
+    draft.run([DraftSpan(slot=0, start=0, token_ids=[0] * count, features=features)])
+    last = DraftSpan(slot=0, start=count - 1, token_ids=[0], features=features[-1:])
+    draft.logits(draft.run([last]))
+    draft.reset(0)
