@@ -125,6 +125,37 @@ def serve(
     run_service(serve_drafter(config, partial(method.load, config, stop), on_stop=stop.set))
 
 
+@export.command("eagle3")
+def export_eagle3(
+    draft_model: DraftModel = None,
+    target: Target = None,
+    precision: Precision = None,
+    max_context_length: ContextLength = None,
+    tap_layers: TapLayers = None,
+    embeddings: Embeddings = CONFIG.embeddings,
+    feedback: Feedback = CONFIG.feedback,
+    cache_dir: CacheDir = CONFIG.cache_dir,
+) -> None:
+    """Lower an EAGLE-3 draft to a program in the cache, unless it is there, and print its path.
+
+    `serve` with the same flags does so by itself.
+    """
+    config = DrafterConfig(
+        draft="eagle3",
+        draft_model=draft_model,
+        target=target,
+        precision=precision,
+        max_context_length=max_context_length,
+        tap_layers=parse_tap_layers(tap_layers),
+        embeddings=embeddings,
+        feedback=feedback,
+        cache_dir=cache_dir,
+    )
+    from drafter_service.eagle3 import ensure_program  # ngram is served without torch
+
+    typer.echo(ensure_program(config))
+
+
 def main() -> None:
     """Run the command line."""
     run_app(app, "drafter")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -27,6 +28,7 @@ from graph_runtime.choice import Sampling, choose
 from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source
 from graph_runtime.eagle3.draft import Draft, DraftSpan
 from graph_runtime.eagle3.load import load_draft
+from graph_runtime.load import needing_executorch
 from splitspec.folders import model_folder
 from splitspec.rows import RowFormat
 from splitspec.v1 import rows_pb2
@@ -189,7 +191,7 @@ def load(config: DrafterConfig, stop: threading.Event | None = None) -> Drafter:
     """
     assert config.draft_model is not None, config
     draft, checkpoint = load_draft(
-        draft_source(config),
+        _source(config),
         runtime=config.runtime,
         precision=config.chosen_precision,
         cache_dir=config.cache_dir.expanduser(),
@@ -204,7 +206,23 @@ def load(config: DrafterConfig, stop: threading.Event | None = None) -> Drafter:
     return Eagle3Drafter(draft, info, DraftSampling(config.draft_sampling))
 
 
-def draft_source(config: DrafterConfig) -> Eagle3Source:
+def ensure_program(config: DrafterConfig) -> Path:
+    """Return the path of the draft's program in the cache, exported now if it is not there.
+
+    Raises:
+        UserError: what is wrong with the checkpoint, the target or a flag.
+    """
+    with needing_executorch():
+        from graph_runtime.programs import ensure_draft_program
+    return ensure_draft_program(
+        _source(config),
+        precision=config.chosen_precision,
+        cache_dir=config.cache_dir.expanduser(),
+        max_context_length=config.chosen_context_length,
+    )
+
+
+def _source(config: DrafterConfig) -> Eagle3Source:
     """Return what `config` says about the checkpoint.
 
     Raises:
