@@ -1,8 +1,9 @@
-"""Commands: `python -m graph_runtime model pull|list|show`."""
+"""Commands: `python -m graph_runtime model|export|speculate`."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +12,17 @@ import typer
 from graph_runtime.architecture import read_config
 from graph_runtime.model_files import model_hash, tokenizer_hash, weight_files
 from graph_runtime.model_store import KNOWN_MODELS, pull_model, pulled_models
-from splitspec.commands import run_command_line
+from splitspec.commands import parse_tap_layers, run_command_line
+from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 model_app = typer.Typer(no_args_is_help=True, help="Prepare and inspect models.")
 app.add_typer(model_app, name="model")
+export_app = typer.Typer(no_args_is_help=True, help="Export programs of several models.")
+app.add_typer(export_app, name="export")
 
+MODEL = "smollm2-135m"
 CacheDir = Annotated[
     Path, typer.Option(envvar="SPLITSPEC_CACHE_DIR", help="Where prepared models live.")
 ]
@@ -67,6 +72,74 @@ def show(
         "tokenizer_hash": tokenizer_hash(folder),
     }
     typer.echo(json.dumps(shown, indent=2))
+
+
+@export_app.callback()
+def programs() -> None:
+    """Programs that no service runs."""
+
+
+@export_app.command(name="speculator")
+def export_speculator(
+    draft_model: Annotated[str, typer.Option(help="EAGLE-3 draft: a pulled model, or a folder.")],
+    model: Annotated[str, typer.Option(help="Target: a pulled model, or a folder.")] = MODEL,
+    chain: Annotated[int, typer.Option(help="Draft tokens a round, 1 to 7.")] = 3,
+    precision: Annotated[str, typer.Option(help="Precision of the target.")] = "8da8w",
+    draft_precision: Annotated[str, typer.Option(help="Precision of the draft.")] = "8da8w",
+    max_context_length: Annotated[int, typer.Option(help="Prompt and answer, in tokens.")] = 1024,
+    max_prefill_chunk: Annotated[int, typer.Option(help="Longest prompt, in tokens.")] = 512,
+    tap_layers: Annotated[str | None, typer.Option(help="In place of the draft's: 1,14,26")] = None,
+    embeddings: Annotated[str, typer.Option(help="auto, own or target.")] = "auto",
+    feedback: Annotated[str, typer.Option(help="auto, pre-norm or post-norm.")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="A copy of the program goes here.")] = None,
+    cache_dir: CacheDir = DEFAULT_CACHE_DIR,
+) -> None:
+    """Lower a target and its draft to one program of one session, and print its path."""
+    from graph_runtime.eagle3.checkpoint import Eagle3Source
+    from graph_runtime.load import needing_executorch
+
+    with needing_executorch():
+        from graph_runtime.programs.speculator_export import ensure_speculator
+    source = Eagle3Source(
+        folder=model_folder(draft_model, cache_dir),
+        target=model_folder(model, cache_dir),
+        tap_layers=parse_tap_layers(tap_layers),
+        embeddings=embeddings,
+        feedback=feedback,
+    )
+    path = ensure_speculator(
+        source,
+        precision=precision,
+        draft_precision=draft_precision,
+        chain=chain,
+        cache_dir=cache_dir.expanduser(),
+        max_context_length=max_context_length,
+        max_prefill_chunk=max_prefill_chunk,
+    )
+    typer.echo(path if output is None else _copied(path, output.expanduser()))
+
+
+@app.command()
+def speculate(
+    program: Annotated[Path, typer.Argument(help="What `export speculator` wrote.")],
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Compute threads.")] = None,
+) -> None:
+    """Answer one request of a parent process, as JSON lines; see graph_runtime/speculate.py."""
+    from graph_runtime.speculate import speculate as answer
+
+    answer(program, threads)
+
+
+def _copied(path: Path, output: Path) -> Path:
+    partial = output.with_name(f"{output.name}.partial")
+    try:
+        shutil.copyfile(path, partial)
+        partial.replace(output)
+    except OSError as error:
+        raise UserError(f"cannot write program {output}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return output
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graph_runtime.programs import draft_export, target_export
+from graph_runtime.programs import draft_export, speculator_export, target_export
 from graph_runtime.programs.export import (
     ProgramKey,
     Report,
@@ -29,6 +29,9 @@ class Kind:
 KINDS = {
     target_export.TargetKey.kind: Kind(key=target_export.TargetKey, build=target_export.build),
     draft_export.DraftKey.kind: Kind(key=draft_export.DraftKey, build=draft_export.build),
+    speculator_export.SpeculatorKey.kind: Kind(
+        key=speculator_export.SpeculatorKey, build=speculator_export.build
+    ),
 }
 """By `ProgramKey.kind`."""
 

@@ -59,13 +59,20 @@ def load_program_target(
     )
 
 
-def open_program(path: Path) -> Program:
+def open_program(path: Path, *, cached: bool = True) -> Program:
     """Open the `.pte` at `path` once its digest is checked.
+
+    Args:
+        path: where it lies.
+        cached: whether that is the cache, where every program has its digest beside it.
 
     Raises:
         UserError: it cannot be read, is corrupt, truncated, or not a program of this runtime.
     """
-    check_digest(path)
+    if cached or path.with_suffix(".sha256").is_file():
+        check_digest(path)
+    elif not path.is_file():
+        raise UserError(f"program {path} is not a file")
     _register_kernels()
     try:
         return Runtime.get().load_program(path)

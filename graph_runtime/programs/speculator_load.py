@@ -1,0 +1,25 @@
+"""Load a speculator program from wherever it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from graph_runtime.programs.executorch_runtime import start_threadpool
+from graph_runtime.programs.load import open_program
+from graph_runtime.programs.speculator_metadata import read_speculator_metadata
+from graph_runtime.programs.speculator_runner import Speculator
+
+
+def load_speculator(path: Path, threads: int | None = None) -> Speculator:
+    """Load the program at `path`; two of them have two sessions.
+
+    Raises:
+        UserError: it cannot be read, is no speculator, or lacks a key of its metadata.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    start_threadpool(threads)
+    program = open_program(path, cached=False)
+    return Speculator(program, read_speculator_metadata(program, path), path)
