@@ -49,7 +49,7 @@ class Question:
             ("system message", self.system or ""),
             ("stop string", "".join(self.stop)),
         ):
-            _check_unicode(name, text)
+            check_unicode(name, text)
         if not self.prompt.strip():
             raise UserError("the prompt is empty")
         if self.system is not None and not self.chat:
@@ -91,7 +91,12 @@ class Question:
         return request
 
 
-def _check_unicode(name: str, text: str) -> None:
+def check_unicode(name: str, text: str) -> None:
+    """Refuse what a shell handed over that is no text.
+
+    Raises:
+        UserError: says which text it is.
+    """
     # Bytes of an argument that are no UTF-8 arrive as lone surrogates, which no message can hold.
     try:
         text.encode()

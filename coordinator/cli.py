@@ -18,6 +18,7 @@ import typer
 
 from coordinator.chat import MAX_UINT32, AskFailed, Question, ask, statistics_line
 from coordinator.launch import ServiceFailed
+from coordinator.program_run import ProgramRun, refuse_flags, run_program
 from coordinator.run import MAX_DRAFT_COUNT, RunConfig, run_prompt
 from splitspec.commands import run_command_line
 from splitspec.errors import UserError
@@ -41,6 +42,11 @@ VERBS: dict[tuple[str, str], tuple[str, str, str]] = {
         "verifier_service",
         "export target",
         "Lower the target to a program in the cache, unless it is there.",
+    ),
+    ("export", "speculator"): (
+        "graph_runtime",
+        "export speculator",
+        "Lower a target and its EAGLE-3 draft to one program, for `run --program`.",
     ),
     ("model", "pull"): ("graph_runtime", "model pull", "Download and convert a model."),
     ("model", "list"): ("graph_runtime", "model list", "List models: pulled and known ones."),
@@ -80,6 +86,24 @@ Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeat
 DraftCount = Annotated[
     int | None, typer.Option(min=0, max=MAX_UINT32, help="Draft tokens a round; 0: target only.")
 ]
+Program = Annotated[Path | None, typer.Option(help="Speculator program that answers alone.")]
+Chain = Annotated[int | None, typer.Option(help="--program: draft tokens a round.")]
+ChatPrefix = Annotated[
+    str | None, typer.Option(help="--program: before the prompt, for the chat template.")
+]
+ChatSuffix = Annotated[
+    str | None, typer.Option(help="--program: after the prompt, for the chat template.")
+]
+StopIds = Annotated[
+    str | None, typer.Option(help='--program: end tokens, "1,50", for the model\'s own.')
+]
+StopToken = Annotated[
+    list[str] | None, typer.Option(help="--program: text of a further end token; repeatable.")
+]
+BosId = Annotated[
+    int | None,
+    typer.Option(min=-1, max=MAX_UINT32, help="--program: the first token; -1: none."),
+]
 CacheDir = Annotated[
     Path, typer.Option(envvar="SPLITSPEC_CACHE_DIR", help="Models, programs and logs.")
 ]
@@ -87,6 +111,7 @@ CacheDir = Annotated[
 
 @app.command()
 def run(
+    context: typer.Context,
     prompt: Prompt,
     model: Annotated[str, typer.Option(help="Pulled model, or a folder.")] = "smollm2-135m",
     draft: Annotated[str, typer.Option(help='Drafting method; "none": target only.')] = "ngram",
@@ -110,10 +135,41 @@ def run(
         int | None, typer.Option(min=1, max=1024, help="Threads of the target.")
     ] = None,
     trace_file: Annotated[Path | None, typer.Option(help="JSON-lines file for spans.")] = None,
+    program: Program = None,
+    chain: Chain = None,
+    chat_prefix: ChatPrefix = None,
+    chat_suffix: ChatSuffix = None,
+    stop_ids: StopIds = None,
+    stop_token: StopToken = None,
+    bos_id: BosId = None,
     cache_dir: CacheDir = DEFAULT_CACHE_DIR,
 ) -> None:
-    """Answer a prompt with a drafter, a verifier and a coordinator on this machine."""
+    """Answer a prompt with a drafter, a verifier and a coordinator on this machine.
+
+    With --program one exported speculator answers, in place of the three.
+    """
     with _exit_codes():
+        refuse_flags(_given(context), with_program=program is not None)
+        if program is not None:
+            run_program(
+                ProgramRun(
+                    program=program,
+                    prompt=_read(prompt),
+                    model=model,
+                    max_tokens=max_tokens or 1,
+                    chat=chat,
+                    system=system,
+                    chat_prefix=chat_prefix,
+                    chat_suffix=chat_suffix,
+                    stop_ids=stop_ids,
+                    stop_token=tuple(stop_token or ()),
+                    bos_id=bos_id,
+                    chain=chain,
+                    threads=threads,
+                    cache_dir=cache_dir,
+                )
+            )
+            return
         question = Question(
             prompt=_read(prompt),
             chat=chat,
@@ -212,6 +268,12 @@ def _add_groups() -> None:
             if owner == name:
                 _add_verb(group, verb, *passed_on)
         app.add_typer(group, name=name)
+
+
+def _given(context: typer.Context) -> list[str]:
+    """Return the parameters that the command line gives, by their names in Python."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def _read(prompt: str) -> str:

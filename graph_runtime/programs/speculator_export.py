@@ -157,7 +157,8 @@ def build(key: SpeculatorKey, source: Source, report: Report) -> bytes:
     network.requires_grad_(False)
     loaded = network.load_state_dict(checkpoint.tensors, strict=False)
     unset = [name for name in loaded.missing_keys if ".attention." not in name]
-    assert not (unset or loaded.unexpected_keys), (unset, loaded.unexpected_keys)
+    assert not unset, unset
+    assert not loaded.unexpected_keys, loaded.unexpected_keys
     report("quantise")
     prepare(decoder, config, key.precision)
     prepare_draft(network, key.draft_precision)
