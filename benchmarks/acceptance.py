@@ -172,8 +172,6 @@ def _commands(args: argparse.Namespace, sockets: Path) -> list[ServiceCommand]:
     commands = []
     for name in names:
         given = {"address": address[name], "cache-dir": args.cache_dir, **flags[name]}
-        if args.draft != "eagle3" and name == "drafter":
-            del given["cache-dir"]
         values = [f"--{flag}={value}" for flag, value in given.items() if value is not None]
         arguments = ("-m", modules[name], "serve", *values)
         commands.append(ServiceCommand(name=name, address=address[name], arguments=arguments))

@@ -38,7 +38,7 @@ N_LAYERS = 4
 N_HEADS = 4
 HEAD_DIM = 32
 INTERMEDIATE = 32
-ROPE_THETA = 10_000.0
+ROPE_THETA = 30.0
 EPS = 1e-6
 
 _WIDTH = 24
@@ -53,8 +53,8 @@ _NORM = math.sqrt(3.0)
 """Of the target's last layer output and of every feature: two unit vectors and the constant 1."""
 _LEAST_GAP = 30.0
 """Between the best score and the next one: the others' weights are below 1e-10 in sum."""
-_SPREAD = 2.0
-"""Standard deviation of A's and C's part of the logits."""
+_SPREADS = {"token": 1.0, "far": 3.0}
+"""Standard deviations of A's and C's part of the logits: the far token matters more."""
 _NEVER = -100.0
 """What the logits of ids outside the draft vocabulary are lowered by."""
 
@@ -162,8 +162,8 @@ def _embedding(seed: int) -> torch.Tensor:
 def _head(seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed + 1)
     head = torch.zeros(VOCAB_SIZE, HIDDEN)
-    for part in (_TOKEN, _FAR):
-        head[:, part] = _SPREAD * torch.randn(VOCAB_SIZE, _WIDTH, generator=generator)
+    for part, spread in ((_TOKEN, _SPREADS["token"]), (_FAR, _SPREADS["far"])):
+        head[:, part] = spread * torch.randn(VOCAB_SIZE, _WIDTH, generator=generator)
     head[:, _CONSTANT] = _NEVER
     head[draft_ids(), _CONSTANT] = 0.0
     return head / _norm_scale(_NORM)
@@ -214,9 +214,9 @@ def _place(
 
     The key is (1, 0) in every rotated pair, the query the same turned back by `distance`.
     """
-    angles = distance * ROPE_THETA ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
-    sharpness = _LEAST_GAP * math.sqrt(HEAD_DIM) / _gap()
-    query = sharpness * torch.cat([angles.cos(), -angles.sin()])
+    angles = distance * _frequencies()
+    sharpness = _LEAST_GAP * math.sqrt(HEAD_DIM) / _gap() * _slow()
+    query = torch.cat([sharpness * angles.cos(), -sharpness * angles.sin()])
     key = torch.cat([torch.ones(HEAD_DIM // 2), torch.zeros(HEAD_DIM // 2)])
     rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
     scale = _norm_scale(length)
@@ -224,12 +224,23 @@ def _place(
     tensors[f"{layer}.self_attn.k_proj.weight"][rows, _CONSTANT] = key / scale
 
 
+def _frequencies() -> torch.Tensor:
+    return ROPE_THETA ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
+
+
+def _slow() -> torch.Tensor:
+    """Return 1 for the pairs that take part: within LOOK_BACK positions they turn by half at most.
+
+    So the score only falls from the peak to LOOK_BACK positions beside it, and a short context has
+    one nearest position.
+    """
+    return (_frequencies() * LOOK_BACK <= math.pi).double()
+
+
 def _gap() -> float:
-    """Return how far the sum of cosines falls at the nearest rival within 512 positions."""
-    frequencies = ROPE_THETA ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
-    apart = torch.arange(1, 512).double()
-    sums = torch.cos(apart[:, None] * frequencies).sum(-1)
-    return HEAD_DIM / 2 - float(sums.max())
+    """Return how far the score falls at the nearest rival within 512 positions, unscaled."""
+    sums = torch.cos(torch.arange(512).double()[:, None] * _frequencies()) @ _slow()
+    return float(sums[0] - sums[1:].max())
 
 
 def _value(
