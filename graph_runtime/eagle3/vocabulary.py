@@ -105,7 +105,7 @@ def read_target_ids(
     ids = torch.arange(len(offsets)) + offsets
     problem = _problem(ids, known, vocabulary)
     if problem is None:
-        return None if len(ids) == vocabulary else ids
+        return ids
     if _problem(offsets, known, vocabulary) is None:
         problem += "; it seems to hold the target ids themselves"
     raise UserError(f"tensor d2t: i + d2t[i] {problem}; expected offsets to target ids")
