@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -12,15 +13,20 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from splitspec.rows import RowFormat, encode_rows
 from splitspec.v1 import drafter_pb2 as pb
+from splitspec.v1 import rows_pb2
 from splitspec.v1.drafter_pb2_grpc import DrafterStub
 from tests.drafter_service.served import draft, opened, released
+from tests.eagle3_layouts import random_weights, write_draft
+from tests.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 30.0
@@ -144,6 +150,12 @@ def test_the_socket_of_a_killed_drafter_is_taken_over(tmp_path: Path) -> None:
     ("flags", "named"),
     [
         (["--draft", "/models/eagle3"], "--draft '/models/eagle3'"),
+        (["--draft", "eagle3"], "--draft eagle3 needs --draft-model"),
+        (["--tap-layers", "1-3"], "--tap-layers '1-3'"),
+        (
+            ["--draft", "eagle3", "--draft-model", "/nonexistent/d", "--runtime", "torch"],
+            "/nonexistent/d",
+        ),
         (["--ngram-min", "9"], "--ngram-min 9"),
         (["--address", "nonsense"], "nonsense"),
         (["--address", "127.0.0.1:99999"], "127.0.0.1:99999"),
@@ -179,10 +191,100 @@ def test_the_metrics_endpoint_reports_steps_and_slots(tmp_path: Path) -> None:
         with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5) as page:
             text = page.read().decode()
     assert "steps_total 2.0" in text
+    assert "draft_passes_total 0.0" in text
     assert 'step_items_total{action="open"} 2.0' in text
     assert 'item_errors_total{reason="SESSION_NOT_FOUND"} 1.0' in text
     assert 'step_seconds_count{phase="device"} 2.0' in text
     assert "process_resident_memory_bytes" in text
+
+
+@pytest.mark.parametrize("rows_kind", ["raw", "fused"])
+def test_E14_an_eagle3_process_answers_its_handshake_and_a_round_in_K_passes(
+    tmp_path: Path, rows_kind: str
+) -> None:
+    draft_model = write_draft(
+        tmp_path / "tiny-draft",
+        layout="safeailab",
+        weights=random_weights(2),
+        tensors={"embed_tokens.weight": None},
+    )
+    target = write_tiny_model(tmp_path / "target", n_layers=8)
+    address, metrics = f"unix:{tmp_path}/d.sock", f"127.0.0.1:{free_port()}"
+    command = [*SERVE, "--draft", "eagle3", "--draft-model", str(draft_model), "--runtime", "torch"]
+    command += ["--target", str(target), "--rows", rows_kind, "--threads", "1"]
+    command += ["--address", address, "--cache-dir", str(tmp_path / "cache")]
+    with process([*command, "--metrics-address", metrics], address) as (child, stub):
+        info = stub.GetModel(pb.DrafterGetModelRequest(), timeout=LIMIT_SECONDS)
+        assert (info.method, info.model_id, info.vocab_size) == ("eagle3", "tiny-draft", 300)
+        assert (list(info.tap_layers), info.row_width) == (
+            [1, 3, 4],
+            64 if rows_kind == "fused" else 192,
+        )
+        assert (info.slot_count, info.max_context_length, info.max_draft_count) == (8, 1024, 7)
+        row_format = RowFormat(kind=info.row_kind, dtype=info.row_dtype, width=info.row_width)
+        rows = partial(rows_of, row_format)
+        steps = [
+            [opened(1), opened(2)],
+            [draft(1, 0, [5, 6, 7], rows=rows(0, 3)), draft(2, 0, [9], rows=rows(0, 1))],
+            [draft(1, 3, pending=8, count=4), draft(2, 1, pending=4, count=2)],
+            [draft(1, 3, [8], pending=11, count=6, rows=rows(3, 1)), released(2)],
+        ]
+        requests = (
+            pb.DrafterRunStepsRequest(step=i + 1, items=items) for i, items in enumerate(steps)
+        )
+        replies = list(stub.RunSteps(requests, timeout=LIMIT_SECONDS))
+        assert not any(result.HasField("error") for r in replies for result in r.results)
+        drafts = [[list(x.draft.draft_token_ids) for x in r.results] for r in replies]
+        assert [[len(ids) for ids in step] for step in drafts] == [[0, 0], [0, 0], [4, 2], [6, 0]]
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5) as page:
+            assert f"draft_passes_total {4 + 6}.0" in page.read().decode()
+        child.send_signal(signal.SIGTERM)
+        _, errors = child.communicate(timeout=LIMIT_SECONDS)
+        assert child.returncode == 0, errors
+        assert "Traceback" not in errors
+
+
+def rows_of(row_format: RowFormat, start: int, count: int) -> rows_pb2.Rows:
+    """Return float32 rows that count up."""
+    values = [0.01 * (start + i) for i in range(count) for _ in range(row_format.width)]
+    return encode_rows(row_format, start, struct.pack(f"<{len(values)}f", *values))
+
+
+def test_sigterm_ends_a_load_that_takes_long(tmp_path: Path) -> None:
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    script = f"""
+import sys
+from pathlib import Path
+import drafter_service.__main__ as drafter
+from drafter_service import ngram
+from splitspec.errors import UserError
+
+def load(config, stop):
+    Path({str(started)!r}).touch()
+    assert stop.wait(60)
+    Path({str(ended)!r}).touch()
+    raise UserError("the export was stopped")
+
+ngram.load = load
+sys.argv[1:] = ["serve", "--address", "unix:{tmp_path}/d.sock"]
+drafter.main()
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        limit = time.monotonic() + LIMIT_SECONDS
+        while not started.exists():
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        child.send_signal(signal.SIGTERM)
+        _, errors = child.communicate(timeout=LIMIT_SECONDS)
+        assert child.returncode == 0, errors
+        assert ended.exists()
+        assert "Traceback" not in errors
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_ngram_is_served_without_torch() -> None:
