@@ -9,6 +9,7 @@ from graph_runtime.config_values import read_config_object
 from graph_runtime.eagle3.checkpoint import Eagle3Source
 from graph_runtime.eagle3.config_reader import read_keys
 from graph_runtime.eagle3.layouts import find_layout
+from graph_runtime.eagle3.load import load_fusion_module
 from graph_runtime.eagle3.taps import stated_tap_layers
 from splitspec.errors import UserError
 from verifier_service.committed_rows import DraftFusion
@@ -28,8 +29,6 @@ def load_draft_fusion(config: VerifierConfig, target: Path) -> DraftFusion | Non
     """
     if config.fuse_for is None:
         return None
-    from graph_runtime.eagle3.load import load_fusion_module
-
     folder = config.fuse_for.expanduser()
     source = Eagle3Source(
         folder=folder,

@@ -18,6 +18,7 @@ from splitspec.serving import Lifecycle
 from splitspec.v1 import rows_pb2, sampling_pb2, verifier_pb2_grpc
 from splitspec.v1 import verifier_pb2 as pb
 from tests.fakes import FakeTarget
+from verifier_service.committed_rows import DraftFusion
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
 from verifier_service.server import SERVICE_NAME, serve_verifier
@@ -114,6 +115,7 @@ async def serving(
     folder: Path,
     target: FakeTarget | None = None,
     load: Callable[[Engine], Engine] = lambda engine: engine,
+    fusion: DraftFusion | None = None,
     **flags: Any,
 ) -> AsyncIterator[Service]:
     """Serve `target` while the block runs; `load` runs on the engine's thread.
@@ -122,7 +124,7 @@ async def serving(
     """
     target = target or FakeTarget()
     lifecycle, ready = Lifecycle(), asyncio.Event()
-    engine = Engine(target, max_draft_count=7)
+    engine = Engine(target, max_draft_count=7, fusion=fusion)
     config = VerifierConfig(model="fake", address=f"unix:{folder}/verifier.sock", **flags)
     task = asyncio.create_task(
         serve_verifier(

@@ -265,7 +265,7 @@ async def test_replies_carry_timings_and_metrics_count_passes_bytes_and_slots(
         stream_of(service) as stream,
     ):
         bonus = await stream.start(1, [1, 2])
-        await stream.send(window(1, 2, bonus), window(9, 0, 1))
+        await stream.send(window(1, 2, bonus, [0, 0, 0]), window(9, 0, 1))
         reply = await stream.call.read()
         assert reply.timings.device.ToNanoseconds() > 0
         assert reply.timings.copy.ToNanoseconds() > 0
@@ -280,6 +280,10 @@ async def test_replies_carry_timings_and_metrics_count_passes_bytes_and_slots(
     assert float(lines["steps_total"]) == 2
     assert float(lines["target_passes_total"]) == 2
     assert float(lines["committed_row_bytes_total"]) == 3 * 16  # L6: two rows, then one
+    # L5: a window of four rows in one pass, none of one; the one that was refused does not count.
+    assert float(lines["window_rows_count"]) == 1
+    assert float(lines['window_rows_bucket{le="3.0"}']) == 0
+    assert float(lines['window_rows_bucket{le="4.0"}']) == 1
     assert float(lines['step_items_total{action="verify"}']) == 2
     assert float(lines['item_errors_total{reason="SESSION_NOT_FOUND"}']) == 1
     assert float(lines['wire_bytes_total{kind="verify_response"}']) > 3 * 16
