@@ -205,9 +205,9 @@ class Cluster:
         if wait:
             self.wait_serving(name)
 
-    def restart(self, name: str) -> None:
+    def restart(self, name: str, *, wait: bool = True) -> None:
         """Start a process again as it was started first."""
-        self.start(name, self.commands[name])
+        self.start(name, self.commands[name], wait=wait)
 
     def restart_missing(self) -> None:
         """Start again what a test has ended and not restarted: it failed, the next one need not."""
@@ -254,9 +254,12 @@ class Cluster:
         raise TimeoutError(f"{name} does not serve: {self.log(name)[-2000:]}")
 
     def wait_all_serving(self) -> None:
-        """Wait for every process that was started without waiting for it."""
+        """Wait for every process that was started without waiting, and for its drafter."""
         for name in self.processes:
             self.wait_serving(name)
+        for name, command in self.commands.items():
+            if name in self.processes and "--drafter" in command:
+                self.wait_drafter(name, connected=True)
 
     def wait_not_serving(self, name: str) -> None:
         """Wait until a process that drains says NOT_SERVING, or takes no new connection."""
