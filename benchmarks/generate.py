@@ -1,6 +1,7 @@
 """Target-only against speculative, on the same three processes, in one run.
 
     python benchmarks/generate.py [--model smollm2-135m] [--draft ngram] [--draft-count 7]
+    python benchmarks/generate.py --draft eagle3 --draft-model FOLDER [--draft-sampling coupled]
 
 Each prompt is answered twice in turn, target-only and speculative, in alternating order, so that a
 drifting machine harms both alike. The texts must be identical (law L4): a difference is an error.
@@ -89,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         trace_file=None,
         cache_dir=args.cache_dir,
         compare=False,
+        draft_model=args.draft_model,
+        draft_sampling=args.draft_sampling,
     )
     tallies = {"target-only": Tally(), "speculative": Tally()}
     differing: list[str] = []
@@ -109,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmark": "generate",
         "model": args.model,
         "draft": args.draft,
+        "draft_model": None if args.draft_model is None else args.draft_model.name,
+        "draft_sampling": args.draft_sampling,
         "draft_count": args.draft_count,
         "temperature": args.temperature,
         "sessions": args.sessions,
@@ -202,6 +207,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--draft", default="ngram")
+    parser.add_argument("--draft-model", type=Path, default=None)
+    parser.add_argument("--draft-sampling", default=None)
     parser.add_argument("--draft-count", type=int, default=7)
     parser.add_argument("--runtime", default=None)
     parser.add_argument("--precision", default=None)

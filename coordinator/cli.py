@@ -43,6 +43,11 @@ VERBS: dict[tuple[str, str], tuple[str, str, str]] = {
         "export target",
         "Lower the target to a program in the cache, unless it is there.",
     ),
+    ("export", "eagle3"): (
+        "drafter_service",
+        "export eagle3",
+        "Lower an EAGLE-3 draft to a program in the cache, unless it is there.",
+    ),
     ("export", "speculator"): (
         "graph_runtime",
         "export speculator",
@@ -115,6 +120,12 @@ def run(
     prompt: Prompt,
     model: Annotated[str, typer.Option(help="Pulled model, or a folder.")] = "smollm2-135m",
     draft: Annotated[str, typer.Option(help='Drafting method; "none": target only.')] = "ngram",
+    draft_model: Annotated[
+        Path | None, typer.Option(help="eagle3: the draft checkpoint's folder.")
+    ] = None,
+    draft_sampling: Annotated[
+        str | None, typer.Option(help="eagle3: argmax or coupled; how sampled answers are drafted.")
+    ] = None,
     draft_count: Annotated[
         int | None,
         typer.Option(min=0, max=MAX_DRAFT_COUNT, help="Draft tokens a round; 0: target only."),
@@ -132,7 +143,7 @@ def run(
     runtime: Annotated[str | None, typer.Option(help="executorch or torch.")] = None,
     precision: Annotated[str | None, typer.Option(help="Precision of the target.")] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Threads of the target.")
+        int | None, typer.Option(min=1, max=1024, help="Threads of the target, and of a draft.")
     ] = None,
     trace_file: Annotated[Path | None, typer.Option(help="JSON-lines file for spans.")] = None,
     program: Program = None,
@@ -192,6 +203,8 @@ def run(
             trace_file=trace_file,
             cache_dir=cache_dir,
             compare=compare,
+            draft_model=draft_model,
+            draft_sampling=draft_sampling,
         )
         run_prompt(question, config)
 

@@ -27,7 +27,7 @@ from splitspec.errors import UserError
 from splitspec.folders import model_folder
 
 READY_SECONDS = 600.0
-"""A verifier that has to export its program first needs minutes on a slow machine."""
+"""Model services that have to export their programs first need minutes on a slow machine."""
 QUIET_SECONDS = 15.0
 """How often a wait is mentioned where there is no terminal to redraw."""
 PULL_USER_ERROR = 2
@@ -40,7 +40,9 @@ PRECISIONS = {
 }
 """Runtime -> precisions, as the verifier has them: what it would refuse is refused before a start.
 The first runtime is its default."""
-METHODS = ("ngram", "none")
+METHODS = ("ngram", "eagle3", "none")
+DRAFT_SAMPLINGS = ("argmax", "coupled")
+"""As the drafter has them."""
 MAX_DRAFT_COUNT = 7
 """What the verifier and the drafter allow as they are started here: their default."""
 SERVICE_MODULES = {
@@ -67,10 +69,14 @@ class RunConfig:
     cache_dir: Path
     compare: bool
     """Answer a second time without drafts, and say whether the text is the same."""
+    draft_model: Path | None = None
+    """EAGLE-3 checkpoint's folder."""
+    draft_sampling: str | None = None
 
     def __post_init__(self) -> None:
         if self.draft not in METHODS:
             raise UserError(f"--draft {self.draft!r} is not {' or '.join(METHODS)}")
+        self._check_draft()
         runtime = self.runtime or next(iter(PRECISIONS))
         if runtime not in PRECISIONS:
             raise UserError(f"--runtime {runtime!r} is not {' or '.join(PRECISIONS)}")
@@ -81,6 +87,21 @@ class RunConfig:
             raise UserError("--compare needs a draft to compare with; it is none")
         if self.trace_file is not None and not self.trace_file.expanduser().parent.is_dir():
             raise UserError(f"--trace-file: {self.trace_file.parent} is not a folder")
+
+    def _check_draft(self) -> None:
+        if self.draft == "eagle3" and self.draft_model is None:
+            raise UserError("--draft eagle3 needs --draft-model, the folder of a checkpoint")
+        for name, value in (
+            ("draft-model", self.draft_model),
+            ("draft-sampling", self.draft_sampling),
+        ):
+            if value is not None and self.draft != "eagle3":
+                raise UserError(f"--{name} goes with --draft eagle3; it is {self.draft}")
+        if self.draft_model is not None and not self.draft_model.expanduser().is_dir():
+            raise UserError(f"--draft-model {str(self.draft_model)!r} is not a folder")
+        if self.draft_sampling not in (None, *DRAFT_SAMPLINGS):
+            known = " or ".join(DRAFT_SAMPLINGS)
+            raise UserError(f"--draft-sampling {self.draft_sampling!r} is not {known}")
 
 
 def run_prompt(question: Question, config: RunConfig) -> None:
@@ -111,12 +132,13 @@ def service_commands(config: RunConfig, sockets: Path) -> list[ServiceCommand]:
     names = ["verifier", "coordinator"] if config.draft == "none" else [*SERVICE_MODULES]
     address = {name: f"unix:{sockets}/{name}.sock" for name in names}
     flags: dict[str, dict[str, object]] = {
-        "drafter": {"draft": config.draft},
+        "drafter": {"draft": config.draft, **_eagle3_flags(config)},
         "verifier": {
             "model": config.model,
             "runtime": config.runtime,
             "precision": config.precision,
             "threads": config.threads,
+            "fuse-for": _draft_folder(config),
             "cache-dir": config.cache_dir.expanduser(),
         },
         "coordinator": {
@@ -138,6 +160,25 @@ def service_commands(config: RunConfig, sockets: Path) -> list[ServiceCommand]:
         )
         for name in names
     ]
+
+
+def _draft_folder(config: RunConfig) -> Path | None:
+    return None if config.draft_model is None else config.draft_model.expanduser()
+
+
+def _eagle3_flags(config: RunConfig) -> dict[str, object]:
+    """Return what a drafter with a model is told; its precision is left to it."""
+    if config.draft != "eagle3":
+        return {}
+    return {
+        "draft-model": _draft_folder(config),
+        "target": config.model,
+        "rows": "fused",  # the verifier is started to fuse for this very draft
+        "draft-sampling": config.draft_sampling,
+        "runtime": config.runtime,
+        "threads": config.threads,
+        "cache-dir": config.cache_dir.expanduser(),
+    }
 
 
 def _as_arguments(flags: dict[str, object]) -> Iterator[str]:

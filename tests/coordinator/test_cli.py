@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from typer.testing import CliRunner
 
+import drafter_service.__main__
+import verifier_service.__main__
 from coordinator import cli, run
 from coordinator.chat import Answer, Question, comparison_line
 from coordinator.run import RunConfig, service_commands
@@ -217,6 +220,42 @@ def test_run_starts_three_services_with_the_flags_they_know(tmp_path: Path) -> N
     without = service_commands(config(tmp_path, "none"), tmp_path)
     assert [command.name for command in without] == ["verifier", "coordinator"]
     assert "--drafter" not in without[1].arguments
+
+
+def test_run_of_a_draft_model_makes_verifier_and_drafter_agree_on_fused_rows(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "head").mkdir()
+    eagle3 = replace(
+        config(tmp_path), draft="eagle3", draft_model=tmp_path / "head", draft_sampling="coupled"
+    )
+    lines = {
+        command.name: " ".join(command.arguments) for command in service_commands(eagle3, tmp_path)
+    }
+    assert lines["drafter"].endswith(
+        f"--draft eagle3 --draft-model {tmp_path}/head --target tiny --rows fused "
+        f"--draft-sampling coupled --runtime torch --threads 2 --cache-dir {tmp_path}"
+    )
+    assert lines["verifier"].endswith(
+        f"--model tiny --runtime torch --threads 2 --fuse-for {tmp_path}/head "
+        f"--cache-dir {tmp_path}"
+    )
+
+
+def test_run_starts_services_with_flags_that_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "head").mkdir()
+    eagle3 = replace(
+        config(tmp_path), draft="eagle3", draft_model=tmp_path / "head", draft_sampling="argmax"
+    )
+    services = {"drafter": drafter_service.__main__, "verifier": verifier_service.__main__}
+    for name, service in services.items():
+        monkeypatch.setattr(service, "run_service", lambda serving: serving.close())
+        monkeypatch.setattr(service, "model_folder", lambda *_: tmp_path, raising=False)
+        (command,) = (c for c in service_commands(eagle3, tmp_path) if c.name == name)
+        result = CliRunner().invoke(service.app, list(command.arguments[2:]))
+        assert result.exit_code == 0, (name, result.output, result.exception)
 
 
 @pytest.mark.parametrize("length", [run.MAX_SOCKET_DIR_LENGTH, run.MAX_SOCKET_DIR_LENGTH + 1, 200])

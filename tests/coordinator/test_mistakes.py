@@ -13,7 +13,7 @@ import pytest
 from coordinator import run
 from coordinator.chat import Question, statistics_line
 from coordinator.run import RunConfig
-from drafter_service.config import METHODS, DrafterConfig
+from drafter_service.config import DRAFT_SAMPLINGS, METHODS, DrafterConfig
 from graph_runtime.load import TORCH_DTYPES
 from splitspec.errors import UserError
 from splitspec.v1 import generation_pb2
@@ -37,7 +37,12 @@ MISTAKES = {
     "model pull": "missing argument 'name'",
     "run --max-tokens 0 x": "invalid value for '--max-tokens': ",
     "run --draft-count 8 x": "invalid value for '--draft-count': ",
-    "run --draft foo x": "--draft 'foo' is not ngram or none",
+    "run --draft foo x": "--draft 'foo' is not ngram or eagle3 or none",
+    "run --draft eagle3 x": "--draft eagle3 needs --draft-model, the folder of a checkpoint",
+    "run --draft-model . x": "--draft-model goes with --draft eagle3; it is ngram",
+    "run --draft none --draft-sampling argmax x": "--draft-sampling goes with --draft eagle3; it",
+    "run --draft eagle3 --draft-model /nowhere x": "--draft-model '/nowhere' is not a folder",
+    "run --draft eagle3 --draft-model . --draft-sampling top x": "--draft-sampling 'top' is not",
     "run --runtime foo x": "--runtime 'foo' is not executorch or torch",
     "run --precision foo x": "--precision 'foo': --runtime executorch has fp32, 8da8w",
     "run --runtime torch --precision 8da8w x": "--precision '8da8w': --runtime torch has",
@@ -103,6 +108,7 @@ def test_run_knows_the_choices_of_the_services_that_it_starts() -> None:
     assert list(run.PRECISIONS) == list(DEFAULT_PRECISIONS)
     assert VerifierConfig.runtime == next(iter(run.PRECISIONS))
     assert set(run.METHODS) == {*METHODS, "none"}
+    assert run.DRAFT_SAMPLINGS == DRAFT_SAMPLINGS
     assert run.MAX_DRAFT_COUNT == VerifierConfig.max_draft_count == DrafterConfig.max_draft_count
 
 
