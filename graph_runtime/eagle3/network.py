@@ -65,9 +65,10 @@ class Fusion(nn.Module):
         if self.input_norm is not None:
             rows = self.input_norm(rows)
         if self.fc_norm is not None:
-            taps = rows.split(self.target_hidden_size, dim=-1)
-            pairs = zip(self.fc_norm, taps, strict=True)
-            rows = torch.cat([norm(tap) for norm, tap in pairs], dim=-1)
+            width = self.target_hidden_size
+            # Slices, because programs have no split.
+            taps = [rows[:, i * width : (i + 1) * width] for i in range(len(self.fc_norm))]
+            rows = torch.cat([n(tap) for n, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
         assert self.fc is not None
         return self.fc(rows)
 
