@@ -288,6 +288,21 @@ def test_a_head_that_deepspec_tied_to_its_embedding_is_that(tmp_path: Path) -> N
                 load(folder)
 
 
+def test_an_absent_head_is_the_target_s_whatever_a_speculators_file_says_about_ties(
+    untied: Path, tmp_path: Path
+) -> None:
+    folder = write_draft(
+        tmp_path / "d",
+        layout="speculators",
+        weights=weights_for("speculators", 1, draft_vocab_size=None),
+        config={"tie_word_embeddings": True},
+        nested={"tie_word_embeddings": True},
+        tensors={HEAD: None},
+    )
+    head = load(folder, untied, embeddings="own").tensors[HEAD]
+    assert torch.equal(head, target_tensor(untied, "lm_head.weight"))
+
+
 @pytest.mark.parametrize("stated", [100, None])
 def test_an_absent_head_of_a_reduced_vocabulary_is_refused(
     stated: int | None, target: Path, tmp_path: Path
