@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+import drafter_service.__main__
+import verifier_service.__main__
 from tests.deployment.composed import read_compose
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +71,46 @@ def test_a_verifier_waits_for_the_model_and_keeps_its_program(name: str) -> None
     for service in ("model", name):
         assert SERVICES[service]["volumes"] == [f"models:{cache[1]}"]
     assert read_compose(ROOT / "compose.yaml", {})["volumes"] == {"models": None}
+
+
+@pytest.mark.parametrize("draft", ["", "/var/lib/splitspec/head"])
+def test_variables_alone_make_the_drafter_one_of_eagle3(
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the head of compose.yaml says; without them the services start as before."""
+    said = re.findall(r"#   export (.*)", (ROOT / "compose.yaml").read_text())
+    variables = dict(pair.split("=") for line in said for pair in line.split())
+    assert {variables["SPLITSPEC_DRAFT_MODEL"], variables["SPLITSPEC_FUSE_FOR"]} == {
+        "/var/lib/splitspec/head"
+    }
+    variables |= {"SPLITSPEC_DRAFT_MODEL": str(tmp_path), "SPLITSPEC_FUSE_FOR": str(tmp_path)}
+    services = read_compose(ROOT / "compose.yaml", variables if draft else {})["services"]
+    configs: dict[str, Any] = {}
+    for name, module in (
+        ("drafter", drafter_service.__main__),
+        ("verifier", verifier_service.__main__),
+        ("verifier-gpu", verifier_service.__main__),
+    ):
+        monkeypatch.setattr(module, "run_service", lambda serving: serving.close())
+        monkeypatch.setattr(module, "model_folder", lambda *_: tmp_path, raising=False)
+        monkeypatch.setattr(module.logger, "info", partial(_keep, configs, name))
+        environment = services[name]["environment"]
+        result = CliRunner().invoke(
+            module.app,
+            [services[name]["command"][0], *services[name]["command"][2:]],
+            env=environment,
+        )
+        assert result.exit_code == 0, (name, result.output, result.exception)
+    drafter, verifiers = configs.pop("drafter"), configs.values()
+    folder = tmp_path if draft else None
+    assert drafter.draft == ("eagle3" if draft else "ngram")
+    assert (drafter.draft_model, drafter.target) == (folder, "smollm2-135m")
+    assert drafter.rows == ("fused" if draft else "raw")
+    assert [verifier.fuse_for for verifier in verifiers] == [folder, folder]
+
+
+def _keep(configs: dict[str, Any], name: str, _format: str, config: Any) -> None:
+    configs[name] = config
 
 
 def test_the_gpu_profile_alone_reserves_a_gpu_and_the_target_runs_on_it() -> None:
