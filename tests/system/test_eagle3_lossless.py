@@ -29,7 +29,7 @@ PROMPT_LENGTHS = (1, 12, 70)
 MOST_TOKENS = 33
 
 
-FEW_TOKENS = 13
+FEW_TOKENS = 17
 """Of an answer that takes nearly a round a token."""
 
 
