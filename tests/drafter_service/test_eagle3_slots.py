@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -89,6 +89,7 @@ class RecordingDraft:
 
     def reset(self, slot: int) -> None:
         self._lengths.reset(slot)
+        self.cache = {key: value for key, value in self.cache.items() if key[0] != slot}
 
     def shapes(self) -> list[list[tuple[int, int, list[int]]]]:
         """Return (slot, start, tokens) of each span of each pass."""
@@ -347,6 +348,32 @@ def test_a_session_whose_logits_are_no_numbers_drafts_nothing_and_disturbs_nobod
     made.release(1)
     made.open(1, SessionParameters())
     assert made.step([work(1, 0, [10], pending=11, count=2)]) == [chain(1, 1, 11, 2)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_no_number_and_what_was_held_with_it_never_reach_the_draft(
+    bad: float,
+) -> None:
+    draft = RecordingDraft()
+    made = opened(draft, 0, 1)
+    made.step([work(0, 0, [10, 11])])
+    hostile = torch.tensor([row(0, 2), [bad, 0.0]]).numpy().tobytes()
+    made.step([replace(work(0, 2, [12, 13]), rows=hostile), work(1, 0, [20])])
+    assert made.step([work(0, 4, [14], pending=15, count=3), work(1, 1, [], 21, 1)]) == [
+        [],
+        chain(1, 1, 21, 1),
+    ]
+    assert {span.slot for spans in draft.passes for span in spans} == {1}
+
+
+def test_E22_a_slot_that_is_released_is_reset() -> None:
+    draft = RecordingDraft()
+    made = opened(draft, 0, 1)
+    made.step([work(s, 0, [10, 11], pending=12, count=3) for s in (0, 1)])
+    made.release(0)
+    assert {slot for slot, _ in draft.cache} == {1}
+    made.open(0, SessionParameters())
+    assert made.step([work(0, 0, [10], pending=11, count=2)]) == [chain(0, 1, 11, 2)]
 
 
 def test_logits_that_are_no_numbers_later_in_a_chain_leave_no_draft() -> None:
