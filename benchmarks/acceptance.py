@@ -24,7 +24,7 @@ from time import perf_counter
 
 import grpc
 
-from coordinator.launch import ServiceCommand, new_log_dir, services
+from coordinator.launch import Child, ServiceCommand, ServiceFailed, new_log_dir, services
 from splitspec.channels import CLIENT_OPTIONS
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
@@ -96,12 +96,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         _answer_all(stub, args, prompts[: args.sessions], args.draft_counts[0])  # warm-up
         for draft_count in args.draft_counts:
             tallies.append(_answer_all(stub, args, prompts, draft_count))
+            _check_alive(children)
             print(_line(tallies[-1].report()), file=sys.stderr)
     reports = [tally.report() for tally in tallies]
     texts = [[answer.token_ids for answer in tally.answers] for tally in tallies]
     _print_table(reports)
     print(json.dumps({**_settings(args, len(prompts)), **_differing(texts), "by_k": reports}))
     return 0
+
+
+def _check_alive(children: Sequence[Child]) -> None:
+    """Refuse to count rounds that nobody drafted for: without a drafter every answer goes on."""
+    for child in children:
+        if child.process.poll() is not None:
+            raise ServiceFailed(f"the {child.command.name} ended: {child.last_line()}")
 
 
 def _answer_all(
@@ -275,5 +283,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except UserError as error:
+    except (UserError, ServiceFailed) as error:
         sys.exit(f"error: {error}")
