@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 DRAFTER_STEP_SECONDS = 10.0
 DRAFTER_STEP_BYTES = 16 * 1024 * 1024
 """Rows in one step of the drafter at most."""
+DRAFTER_BACKOFF_SECONDS = 0.2
+"""A drafter that loads longer than the verifier is found soon after it serves: an answer that began
+without it has to be replayed for its rows."""
 FIRST_DRAFTER_SECONDS = 1.0
 """How long a start waits for the drafter's handshake, to refuse a pair that does not fit. One that
 comes later and does not fit is a warning: rounds stay target-only, and it is tried again."""
@@ -74,7 +77,11 @@ class Links:
                 drafter.DIALECT,
                 config.drafter,
                 DrafterCheck(self._check),
-                LinkLimits(step_seconds=DRAFTER_STEP_SECONDS, step_budget=DRAFTER_STEP_BYTES),
+                LinkLimits(
+                    step_seconds=DRAFTER_STEP_SECONDS,
+                    step_budget=DRAFTER_STEP_BYTES,
+                    max_backoff_seconds=DRAFTER_BACKOFF_SECONDS,
+                ),
             )
 
     async def connect(self) -> None:
