@@ -6,8 +6,6 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source, load_checkpoint
 from graph_runtime.programs.draft_export import draft_key, ensure_draft_program
 from graph_runtime.programs.executorch_runtime import start_threadpool
@@ -47,8 +45,6 @@ def load_program_draft(
     checkpoint = load_checkpoint(source, cache_dir)
     fusion = {n: t for n, t in checkpoint.tensors.items() if n.startswith("fusion.")}
     checkpoint = replace(checkpoint, tensors=fusion)
-    if threads is not None:
-        torch.set_num_threads(threads)
     start_threadpool(threads)
     program = open_program(path)
     metadata = read_keys(DraftMetadata, program, path)

@@ -48,8 +48,6 @@ def load_program_target(
         max_prefill_chunk=max_prefill_chunk,
         stop=stop,
     )
-    if threads is not None:
-        torch.set_num_threads(threads)
     start_threadpool(threads)
     program = open_program(path)
     metadata = read_metadata(program, path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from graph_runtime.programs.executorch_runtime import start_threadpool
 from graph_runtime.programs.load import open_program
 from graph_runtime.programs.speculator_metadata import read_speculator_metadata
@@ -18,8 +16,6 @@ def load_speculator(path: Path, threads: int | None = None) -> Speculator:
     Raises:
         UserError: it cannot be read, is no speculator, or lacks a key of its metadata.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
     start_threadpool(threads)
     program = open_program(path, cached=False)
     return Speculator(program, read_speculator_metadata(program, path), path)
