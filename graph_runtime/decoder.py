@@ -204,10 +204,12 @@ class MLP(nn.Module):
         self.gate_proj = skip_init(nn.Linear, hidden, inner, bias=bias)
         self.up_proj = skip_init(nn.Linear, hidden, inner, bias=bias)
         self.down_proj = skip_init(nn.Linear, inner, hidden, bias=bias)
+        self.silu: Callable[[torch.Tensor], torch.Tensor] = F.silu
+        """The torch runtime puts a form here whose bits do not depend on a row's place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the MLP adds to the residual stream, [N, H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class RMSNorm(nn.Module):

@@ -3,8 +3,8 @@
 Row invariance (law L4) is by construction. The packed rows of a step are cut into tiles of exactly
 `TILE_ROWS` rows, so no linear ever sees another shape. Attention runs once for every group of a
 tile's rows that share a slot and a padded context length, padded to `TILE_ROWS` rows too: its shape
-is a function of a row's own position. What remains is that a matrix product gives a row the same
-bits wherever in the tile it lies, which the tests check.
+is a function of a row's own position. SiLU runs once a row (`silu_by_row`). What remains is that a
+matrix product gives a row the same bits wherever in the tile it lies, which the tests check.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from graph_runtime.decoder import MLP
 from graph_runtime.kv_cache import KVCache, padded_length
 
 TILE_ROWS = 8
@@ -158,3 +160,22 @@ def tile_runs(spans: Sequence[PackedSpan], first: int) -> list[Run]:
             runs.append(Run(slot=span.slot, start=start, first=low - first, count=high - low))
         span_first = span_end
     return runs
+
+
+def make_row_invariant(network: nn.Module) -> None:
+    """Replace the parts of `network`, in place, whose bits depend on a row's place in a tile."""
+    for module in network.modules():
+        if isinstance(module, MLP):
+            module.silu = silu_by_row
+
+
+def silu_by_row(x: torch.Tensor) -> torch.Tensor:
+    """Return SiLU of x [N, W].
+
+    NOTE: a CPU computes most of a tensor in vectors, but the end of every thread's share element by
+    element, with another exponential. Shares of a whole tile end where the width, the number of
+    threads and the CPU have them end, in some rows and not in others; shares of a row do not.
+    """
+    if x.is_cuda:
+        return F.silu(x)
+    return torch.stack([F.silu(row) for row in x])

@@ -14,7 +14,7 @@ from graph_runtime.architecture import DecoderConfig
 from graph_runtime.decoder import Decoder
 from graph_runtime.kv_cache import KVCache
 from graph_runtime.target import Span, SpanOutput, TargetInfo
-from graph_runtime.tiles import TILE_ROWS, CachedAttention, Tile, tile_runs
+from graph_runtime.tiles import TILE_ROWS, CachedAttention, Tile, make_row_invariant, tile_runs
 
 
 class TorchTarget:
@@ -131,5 +131,6 @@ def build_decoder(
         tap_layers=tap_layers,
         max_context_length=max_context_length,
     )
+    make_row_invariant(decoder)
     decoder.to(device=device, dtype=dtype)
     return decoder.eval().requires_grad_(False), caches, tile

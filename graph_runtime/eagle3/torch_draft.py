@@ -17,7 +17,14 @@ from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.draft import DraftLengths, DraftSpan
 from graph_runtime.eagle3.network import Eagle3Network
 from graph_runtime.kv_cache import KVCache
-from graph_runtime.tiles import TILE_ROWS, CachedAttention, Run, Tile, tile_runs
+from graph_runtime.tiles import (
+    TILE_ROWS,
+    CachedAttention,
+    Run,
+    Tile,
+    make_row_invariant,
+    tile_runs,
+)
 
 
 class TorchDraft:
@@ -160,6 +167,7 @@ def build_network(
     )
     attention = CachedAttention(cache, Tile(), config.sliding_window)
     network = Eagle3Network(config, attention=attention, max_context_length=max_context_length)
+    make_row_invariant(network)
     network.to(device=device, dtype=dtype)
     network.fusion.to(dtype=torch.float32)
     return network.eval().requires_grad_(False)
