@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.eagle3_layouts import random_weights, write_draft
 from tests.tiny import write_tiny_model
 from verifier_service.config import VerifierConfig
 
@@ -48,6 +49,31 @@ def test_the_path_of_a_program_that_is_there_is_printed_and_the_program_not_load
         max_prefill_chunk=VerifierConfig.max_prefill_chunk,
     )
     done = export_target(model, tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{path}\n"), done.stderr
+
+
+def test_the_program_of_a_target_that_fuses_for_a_draft_is_that_of_the_drafts_taps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_export", lambda _source, path, *_: path.write_bytes(b"-"))
+    model = write_tiny_model(tmp_path / "tiny")
+    draft = write_draft(
+        tmp_path / "draft", layout="specforge", weights=random_weights(0), tap_layers=(0, 1, 3)
+    )
+    path = ensure_program(
+        folder=model,
+        precision="8da8w",
+        cache_dir=tmp_path,
+        tap_layers=(0, 1, 3),
+        max_context_length=128,
+        max_prefill_chunk=VerifierConfig.max_prefill_chunk,
+    )
+    context = ("--max-context-length", "128")
+    command = [sys.executable, "-m", "verifier_service", "export", "target", "--model", str(model)]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path), *context, "--fuse-for", str(draft)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, f"{path}\n"), done.stderr
 
 
