@@ -46,7 +46,7 @@ from safetensors.torch import load_file
 
 from splitspec.v1 import generation_pb2 as pb
 from tests.eagle3_copy import HIDDEN, TAP_LAYERS, VOCAB_SIZE, write_copy_head, write_copy_target
-from tests.system.cluster import ROOT, Answer, Cluster, free_address, scrape
+from tests.system.cluster import ROOT, Answer, Cluster, free_address, scrape, wait_until
 from tests.system.conftest import EAGLE3_FLAGS, EAGLE3_VERIFIER
 
 CONTEXT = 128
@@ -78,6 +78,12 @@ class Served:
 
     def counts(self) -> dict[str, float]:
         """Return the verifier's counters, and the draft passes of the drafter "fused"."""
+
+        def idle() -> bool:
+            # Nobody waits for an extend: it has run once its session has gone.
+            return scrape(self.drafter_metrics)["slots_in_use"] == 0
+
+        wait_until(idle, "the drafter's slots are free")
         passes = scrape(self.drafter_metrics)["draft_passes_total"]
         return {**scrape(self.verifier_metrics), "draft_passes_total": passes}
 
