@@ -1,0 +1,419 @@
+"""Drafts as programs: the torch draft's numbers, and bits that know neither pack nor capacity."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("executorch")
+
+from graph_runtime.eagle3.checkpoint import Eagle3Source
+from graph_runtime.eagle3.draft import Draft, DraftSpan
+from graph_runtime.eagle3.load import load_draft, load_fusion_module
+from graph_runtime.programs import DRAFT_PRECISIONS, ensure_draft_program, ensure_program
+from graph_runtime.programs.draft_export import ENTER_ROWS, LEAVE_ROWS, draft_key
+from graph_runtime.programs.export import write_program
+from splitspec.errors import UserError
+from tests.eagle3_layouts import random_weights, weights_for, write_draft
+from tests.graph_runtime.programs.conftest import MakeModel
+
+CONTEXT = 300
+"""Crosses four borders between capacity blocks of 64."""
+SLOTS = 12
+"""More than one `leave` takes."""
+BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 70}
+CASES: dict[str, dict[str, Any]] = {
+    "safeailab": {},
+    "specforge with biases": {"layout": "specforge", "sizes": BIASES},
+    "specforge, one K/V head a head": {"layout": "specforge", "sizes": {"n_kv_heads": 4}},
+    "eagle-3.1, post-norm feedback": {"layout": "eagle-3.1"},
+    "speculators, q/k norm and normed residual": {
+        "layout": "speculators", "written": {"norm_before_residual": True},
+    },
+    "speculators with a window": {"layout": "speculators", "written": {"nested": WINDOW}},
+    "modelopt without taps": {
+        "layout": "modelopt", "sizes": {"n_taps": 0, "hidden_norm": False},
+    },
+    "deepspec, five taps and all ids": {"layout": "deepspec"},
+}  # fmt: skip
+
+MakeSource = Callable[..., Eagle3Source]
+LoadDraft = Callable[..., Draft]
+
+
+@pytest.fixture(scope="module")
+def target(make_model: MakeModel) -> Path:
+    return make_model(n_layers=8)
+
+
+@pytest.fixture
+def make_source(tmp_path: Path, target: Path) -> MakeSource:
+    """Return a function that writes a draft of a case."""
+
+    def make(case: str = "safeailab", seed: int = 3, **sizes: Any) -> Eagle3Source:
+        arguments = CASES[case]
+        layout = arguments.get("layout", "safeailab")
+        weights = weights_for(layout, seed, **{**arguments.get("sizes", {}), **sizes})
+        for name in ("layer.self_attn.o_proj.weight", "layer.mlp.down_proj.weight"):
+            weights.tensors[name] *= 0.3  # as where float32's rounding does not grow in a chain
+        folder = write_draft(
+            tmp_path / f"{case} {seed}",
+            layout=layout,
+            weights=weights,
+            **arguments.get("written", {}),
+        )
+        own = layout in ("speculators", "deepspec")
+        return Eagle3Source(folder=folder, target=target, embeddings="own" if own else "auto")
+
+    return make
+
+
+@pytest.fixture
+def load(program_cache: Path) -> LoadDraft:
+    """Return a function that loads a draft's program, exported into the shared cache."""
+
+    def load(source: Eagle3Source, precision: str, *, runtime: str = "executorch") -> Draft:
+        return load_draft(
+            source,
+            runtime=runtime,
+            precision=precision,
+            cache_dir=program_cache,
+            max_context_length=CONTEXT,
+            slot_count=SLOTS,
+            threads=1,
+        )[0]
+
+    return load
+
+
+def tokens_of(length: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 300, (length,), generator=generator).tolist()
+
+
+def features_of(length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(length, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def span(slot: int, start: int, end: int, seed: int = 1) -> DraftSpan:
+    """Return draft slots [start, end) of the session that `seed` names."""
+    return DraftSpan(
+        slot=slot,
+        start=start,
+        token_ids=tokens_of(CONTEXT, seed)[start:end],
+        features=features_of(CONTEXT, seed)[start:end],
+    )
+
+
+def chain(draft: Draft, slot: int, seed_length: int, seed: int = 1, steps: int = 5) -> torch.Tensor:
+    """Return the logits [steps, Vd] of a seed and of the steps that feed the feature back."""
+    feature = draft.run([span(slot, 0, seed_length, seed)])
+    logits = [draft.logits(feature)]
+    for step in range(1, steps):
+        start = seed_length + step - 1
+        feature = draft.run([replace(span(slot, start, start + 1, seed), features=feature)])
+        logits.append(draft.logits(feature))
+    return torch.cat(logits)
+
+
+def run_all(draft: Draft, slot: int, seed: int, widths: Iterator[int]) -> dict[int, torch.Tensor]:
+    """Run a session to the end in spans of `widths`; return features and logits by last slot."""
+    outputs = {}
+    start = 0
+    while start < CONTEXT:
+        end = min(start + next(widths), CONTEXT)
+        feature = draft.run([span(slot, start, end, seed)])
+        outputs[end - 1] = torch.cat((feature, draft.logits(feature)), dim=1)
+        start = end
+    return outputs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_seeds_and_chain_steps_have_the_torch_draft_s_logits(
+    case: str, make_source: MakeSource, load: LoadDraft
+) -> None:
+    source = make_source(case, logit_scale=0.1)
+    program, reference = load(source, "fp32"), load(source, "fp32", runtime="torch")
+    assert (program.config, program.model_hash) == (reference.config, reference.model_hash)
+    for length in (1, 2, 9, 64, ENTER_ROWS + 1, 2 * ENTER_ROWS + 30):
+        found, wanted = (chain(draft, 0, length) for draft in (program, reference))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "most", "least_agreeing"), [("8da8w", 0.1, 0.9), ("8da4w", 0.4, 0.6)]
+)
+def test_a_quantised_draft_is_close_and_mostly_agrees(
+    precision: str,
+    most: float,
+    least_agreeing: float,
+    make_source: MakeSource,
+    load: LoadDraft,
+) -> None:
+    source = make_source()
+    program, reference = load(source, precision), load(source, "fp32", runtime="torch")
+    found, wanted = (
+        torch.cat([chain(draft, 0, 20, seed) for seed in range(20)])
+        for draft in (program, reference)
+    )
+    assert ((found - wanted).norm() / wanted.norm()).item() < most
+    assert (found.argmax(1) == wanted.argmax(1)).float().mean().item() > least_agreeing
+
+
+@pytest.mark.parametrize("case", ["safeailab", "specforge, one K/V head a head"])
+@pytest.mark.parametrize("precision", DRAFT_PRECISIONS)
+def test_a_session_has_the_same_bits_in_spans_of_any_width_and_caches_of_any_size(
+    precision: str, case: str, make_source: MakeSource, load: LoadDraft
+) -> None:
+    draft = load(make_source(case), precision)
+    wanted = run_all(draft, 0, 1, itertools.repeat(1))
+    draw = random.Random(5)
+    for slot, widths in enumerate(
+        (
+            *(itertools.repeat(width) for width in (2, 3, 8, 50, ENTER_ROWS, CONTEXT)),
+            iter(lambda: draw.randint(1, 8), 0),
+            iter(lambda: draw.randint(1, 200), 0),
+        ),
+        start=1,
+    ):
+        run_all(draft, slot, 7, itertools.repeat(100))  # another session's, to the end
+        draft.run([span(slot, 0, 1)])
+        draft.run([span(slot, 1, 290, seed=8)])  # what a rollback leaves, in a cache that stays big
+        if slot % 2:
+            draft.run([span(slot, 0, 1)])
+        for last, found in run_all(draft, slot, 1, widths).items():
+            assert torch.equal(found, wanted[last]), (slot, last)
+
+
+@pytest.mark.parametrize("precision", DRAFT_PRECISIONS)
+def test_a_session_has_the_same_bits_in_any_pack(
+    precision: str, make_source: MakeSource, load: LoadDraft
+) -> None:
+    draft = load(make_source(), precision)
+    alone = {seed: run_all(draft, 0, seed, itertools.repeat(1)) for seed in range(SLOTS)}
+    draw = random.Random(3)
+    starts = [0] * SLOTS
+    while any(start < CONTEXT for start in starts):
+        running = [slot for slot in range(SLOTS) if starts[slot] < CONTEXT]
+        slots = draw.sample(running, draw.randint(1, len(running)))
+        ends = {slot: min(starts[slot] + draw.randint(1, 60), CONTEXT) for slot in slots}
+        features = draft.run([span(slot, starts[slot], ends[slot], slot) for slot in slots])
+        found = torch.cat((features, draft.logits(features)), dim=1)
+        for row, slot in zip(found, slots, strict=True):
+            assert torch.equal(row, alone[slot][ends[slot] - 1][0]), (slot, ends)
+            starts[slot] = ends[slot]
+    assert len(alone) > LEAVE_ROWS
+
+
+def test_e20_what_breaks_a_rule_of_the_cache_runs_nothing(
+    make_source: MakeSource, load: LoadDraft
+) -> None:
+    draft = load(make_source(), "8da8w")
+    draft.run([span(0, 0, 10)])
+    good, wrong = span(0, 5, 10, seed=2), span(1, 1, 2)
+    for broken, message in (
+        ([good, wrong], "a write at 1 leaves a gap: 0 are valid"),
+        ([good, span(0, 5, 6)], "slot 0 appears twice"),
+        ([good, replace(span(1, 0, 2), token_ids=[5])], "1 tokens with 2 features"),
+        ([good, replace(span(1, 0, 2), token_ids=[], features=features_of(0))], "0 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draft.run(broken)
+    # The good one did not run either.
+    wanted = draft.run([span(2, 0, 12)])
+    assert torch.equal(draft.run([span(0, 10, 12)]), wanted)
+
+
+def test_e20_an_overwrite_truncates_and_a_reset_forgets(
+    make_source: MakeSource, load: LoadDraft
+) -> None:
+    draft = load(make_source(), "8da8w")
+    draft.run([span(0, 0, 20)])
+    draft.run([span(0, 5, 6)])
+    with pytest.raises(ValueError, match="a write at 20 leaves a gap: 6 are valid"):
+        draft.run([span(0, 20, 21)])
+    draft.reset(0)
+    with pytest.raises(ValueError, match="a write at 6 leaves a gap: 0 are valid"):
+        draft.run([span(0, 6, 7)])
+
+
+def test_e20_the_cache_is_filled_exactly_and_no_further(
+    make_source: MakeSource, load: LoadDraft
+) -> None:
+    draft = load(make_source(), "8da8w")
+    draft.run([span(0, 0, CONTEXT - 1)])
+    draft.run([span(0, CONTEXT - 1, CONTEXT)])
+    with pytest.raises(ValueError, match=f"ends at {CONTEXT + 1}; the cache holds {CONTEXT}"):
+        draft.run([DraftSpan(slot=0, start=CONTEXT, token_ids=[1], features=features_of(1))])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("precision", ["fp32", "8da8w"])
+def test_what_is_not_finite_stays_in_its_session_and_ends_with_a_rollback(
+    precision: str, bad: float, make_source: MakeSource, load: LoadDraft
+) -> None:
+    draft = load(make_source("modelopt without taps"), precision)
+    wanted = [draft.run([span(slot, 0, 40, slot), span(slot + 2, 0, 5)])[0] for slot in (0, 1)]
+    broken = features_of(CONTEXT)[10:30].index_fill(0, torch.arange(3, 20), bad)
+    for slot in (4, 5):
+        draft.run([span(slot, 0, 10)])
+        found = draft.run(
+            [span(6, 0, 40, 0), replace(span(slot, 10, 30), features=broken), span(7, 0, 40, 1)]
+        )
+        assert torch.equal(found[0], wanted[0])
+        assert not found[1].isfinite().all()
+        assert torch.equal(found[2], wanted[1])
+    # One goes on from before, another begins anew.
+    draft.run([span(8, 0, 13)])
+    assert torch.equal(draft.run([span(4, 10, 13)]), draft.run([span(8, 10, 13)]))
+    assert torch.equal(draft.run([span(5, 0, 40, 0)])[0], wanted[0])
+
+
+def test_rows_are_fused_as_the_verifier_does(
+    make_source: MakeSource, load: LoadDraft, program_cache: Path
+) -> None:
+    source = make_source()
+    draft = load(source, "8da8w")
+    _, digest, fusion = load_fusion_module(source, program_cache)
+    rows = torch.randn(11, draft.config.raw_row_width)
+    assert digest == draft.model_hash
+    assert torch.equal(draft.fuse(rows), fusion(rows))
+    assert torch.equal(draft.fuse(rows)[4:6], draft.fuse(rows[4:6]))
+
+
+def test_nothing_to_run_is_nothing(make_source: MakeSource, load: LoadDraft) -> None:
+    draft = load(make_source(), "8da8w")
+    assert draft.run([]).shape == (0, 64)
+    assert draft.logits(torch.empty(0, 64)).shape == (0, 100)
+
+
+def test_what_changes_a_draft_s_program_changes_its_name(
+    make_source: MakeSource, make_model: MakeModel, tmp_path: Path
+) -> None:
+    source = make_source()
+    sources = (
+        source,
+        make_source(seed=4),
+        replace(source, target=make_model(n_layers=8, seed=1)),
+        replace(source, embeddings="target"),
+        replace(source, feedback="post-norm"),
+    )
+    paths = {
+        draft_key(s, precision=p, cache_dir=tmp_path, max_context_length=n).path(tmp_path)
+        for s, p, n in [
+            *((s, "8da8w", 64) for s in sources),
+            (source, "fp32", 64),
+            (source, "8da8w", 65),
+        ]
+    }
+    assert len(paths) == len(sources) + 2
+
+
+def test_a_draft_with_an_unknown_precision_is_refused_with_those_there_are(
+    make_source: MakeSource, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="precision is 'q4_1'; a draft has fp32, 8da8w, 8da4w"):
+        ensure_draft_program(
+            make_source(), precision="q4_1", cache_dir=tmp_path, max_context_length=64
+        )
+
+
+def test_a_width_that_is_not_whole_groups_is_refused_with_the_tensor(
+    tmp_path: Path, target: Path
+) -> None:
+    weights = random_weights(0, intermediate=80)
+    folder = write_draft(tmp_path / "draft", layout="safeailab", weights=weights)
+    with pytest.raises(UserError, match=r"layer\.mlp\.down_proj\.weight has 80: try .* 8da8w"):
+        ensure_draft_program(
+            Eagle3Source(folder=folder, target=target),
+            precision="8da4w",
+            cache_dir=tmp_path,
+            max_context_length=64,
+        )
+
+
+def foreign_path(source: Eagle3Source, cache_dir: Path) -> Path:
+    """Return where the draft's program would lie."""
+    path = draft_key(
+        source, precision="8da8w", cache_dir=cache_dir, max_context_length=CONTEXT
+    ).path(cache_dir)
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def load_in(source: Eagle3Source, cache_dir: Path) -> None:
+    load_draft(
+        source,
+        runtime="executorch",
+        precision="8da8w",
+        cache_dir=cache_dir,
+        max_context_length=CONTEXT,
+        slot_count=1,
+        threads=None,
+    )
+
+
+def test_another_draft_s_program_is_refused_with_both_values(
+    make_source: MakeSource, program_cache: Path, tmp_path: Path
+) -> None:
+    source, other = make_source(), make_source(seed=4)
+    theirs = ensure_draft_program(
+        other, precision="8da8w", cache_dir=program_cache, max_context_length=CONTEXT
+    )
+    path = foreign_path(source, tmp_path / "cache")
+    for suffix in (".pte", ".sha256"):
+        shutil.copy(theirs.with_suffix(suffix), path.with_suffix(suffix))
+    with pytest.raises(UserError, match=r"has draft hash \w{64}; expected \w{64}"):
+        load_in(source, tmp_path / "cache")
+
+
+def test_a_target_s_program_is_no_draft_s(
+    make_source: MakeSource,
+    make_model: MakeModel,
+    program_cache: Path,
+    tmp_path: Path,
+) -> None:
+    theirs = ensure_program(
+        folder=make_model(n_layers=1),
+        precision="8da8w",
+        cache_dir=program_cache,
+        tap_layers=(0,),
+        max_context_length=64,
+        max_prefill_chunk=8,
+    )
+    source = make_source()
+    path = foreign_path(source, tmp_path / "cache")
+    for suffix in (".pte", ".sha256"):
+        shutil.copy(theirs.with_suffix(suffix), path.with_suffix(suffix))
+    with pytest.raises(UserError, match="lacks the metadata key get_draft_hash: export it again"):
+        load_in(source, tmp_path / "cache")
+
+
+def test_a_corrupt_draft_program_is_refused(make_source: MakeSource, tmp_path: Path) -> None:
+    source = make_source()
+    path = foreign_path(source, tmp_path / "cache")
+    write_program(path, b"a program")
+    path.write_bytes(b"a progrXm")
+    with pytest.raises(UserError, match="corrupt or truncated: delete it to export it again"):
+        load_in(source, tmp_path / "cache")
+
+
+def test_a_program_stores_each_weight_once(make_source: MakeSource, program_cache: Path) -> None:
+    # Guards four methods that each carried the weights of all of them.
+    path = ensure_draft_program(
+        make_source(vocab_size=300, hidden=64, intermediate=1024),
+        precision="fp32",
+        cache_dir=program_cache,
+        max_context_length=CONTEXT,
+    )
+    mlp, others = 4 * 3 * 64 * 1024, 4 * 64 * 1000
+    assert mlp < path.stat().st_size < mlp + others
