@@ -145,7 +145,9 @@ def build(key: DraftKey, source: Source, report: Report) -> bytes:
 
 
 def _metadata(config: Eagle3Config, key: DraftKey) -> DraftMetadata:
-    capacity = padded_capacity(key.max_context_length)
+    # NOTE: more than the rows of a step. With as many, the trace proves that a step can only start
+    # at 0, and the program then writes every step's K/V there.
+    capacity = padded_capacity(max(key.max_context_length, key.max_enter_rows + 1))
     return DraftMetadata(
         format_version=key.format_version,
         draft_hash=key.draft_hash,

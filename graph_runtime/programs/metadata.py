@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 """Of a target. Raised when the methods' arguments or meaning change; part of the cache key."""
-DRAFT_FORMAT_VERSION = 1
+DRAFT_FORMAT_VERSION = 2
 """The same, of a draft."""
 
 
