@@ -93,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         grpc.insecure_channel(children[-1].command.address, CLIENT_OPTIONS) as channel,
     ):
         stub = generation_pb2_grpc.GenerationStub(channel)
-        _answer_all(stub, args, prompts[: args.sessions], args.draft_counts[0])  # warm-up
+        warm = argparse.Namespace(**{**vars(args), "max_tokens": 8})
+        _answer_all(stub, warm, prompts[: args.sessions], args.draft_counts[0])
         for draft_count in args.draft_counts:
             tallies.append(_answer_all(stub, args, prompts, draft_count))
             _check_alive(children)
