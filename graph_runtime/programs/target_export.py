@@ -114,7 +114,10 @@ def build(key: TargetKey, source: Source, report: Report) -> bytes:
 def _metadata(
     config: DecoderConfig, key: TargetKey, windows: tuple[int | None, ...]
 ) -> ProgramMetadata:
-    capacity = padded_capacity(key.max_context_length + MIN_ROWS - 1)
+    rows = max(key.max_prefill_chunk, LEAST_STEP_ROWS)
+    # NOTE: more than the rows of a step. With as many, the trace proves that a step can only start
+    # at 0, and the program then writes every step's K/V there.
+    capacity = padded_capacity(max(key.max_context_length + MIN_ROWS - 1, rows + 1))
     return ProgramMetadata(
         format_version=FORMAT_VERSION,
         model_hash=key.model_hash,
@@ -129,7 +132,7 @@ def _metadata(
         head_dim=config.head_dim,
         min_prefill_chunk=1,
         max_prefill_chunk=key.max_prefill_chunk,
-        max_step_rows=min(max(key.max_prefill_chunk, LEAST_STEP_ROWS), capacity),
+        max_step_rows=rows,
         max_head_rows=HEAD_ROWS,
         tap_layers=key.tap_layers,
         row_width=len(key.tap_layers) * config.hidden_size,
