@@ -214,6 +214,29 @@ def test_a_session_has_the_same_bits_in_any_pack(
     assert len(alone) > LEAVE_ROWS
 
 
+class Recorder:
+    """A method that notes how many rows it is run with."""
+
+    def __init__(self, method: Any, rows: list[int]) -> None:
+        self.method, self.rows = method, rows
+
+    def execute(self, inputs: list[torch.Tensor]) -> Any:
+        self.rows.append(len(inputs[0]))
+        return self.method.execute(inputs)
+
+
+def test_no_linear_ever_sees_a_single_row(make_source: MakeSource, load: LoadDraft) -> None:
+    # Such products may take other kernels, with other bits; which do depends on the processor.
+    draft: Any = load(make_source(), "8da8w")
+    rows: list[int] = []
+    for name in ("_enter_method", "_leave_method", "_head_method"):
+        setattr(draft, name, Recorder(getattr(draft, name), rows))
+    draft.logits(draft.run([span(0, 0, 1)]))
+    draft.logits(draft.run([span(1, 0, ENTER_ROWS + 1)]))
+    draft.logits(draft.run([span(slot, 0, 1) for slot in range(LEAVE_ROWS + 1)]))
+    assert set(rows) == {2, LEAVE_ROWS, LEAVE_ROWS + 1, ENTER_ROWS}
+
+
 def test_e20_what_breaks_a_rule_of_the_cache_runs_nothing(
     make_source: MakeSource, load: LoadDraft
 ) -> None:
