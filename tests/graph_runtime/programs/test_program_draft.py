@@ -214,6 +214,26 @@ def test_a_session_has_the_same_bits_in_any_pack(
     assert len(alone) > LEAVE_ROWS
 
 
+@pytest.mark.parametrize("context", [40, ENTER_ROWS])
+def test_a_context_no_longer_than_a_step_s_rows_is_drafted_in_to_its_end(
+    context: int, make_source: MakeSource, program_cache: Path
+) -> None:
+    # Guards a trace that proved that a step as long as the cache can only start at 0.
+    logits = []
+    for runtime in ("executorch", "torch"):
+        draft, _ = load_draft(
+            make_source(logit_scale=0.1),
+            runtime=runtime,
+            precision="fp32",
+            cache_dir=program_cache,
+            max_context_length=context,
+            slot_count=1,
+            threads=1,
+        )
+        logits.append(chain(draft, 0, context - 4))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
 class Recorder:
     """A method that notes how many rows it is run with."""
 
