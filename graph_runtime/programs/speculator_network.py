@@ -50,7 +50,12 @@ class Caches(nn.Module):
             self.register_buffer(f"k_{i}", torch.zeros_like(blank))
             self.register_buffer(f"v_{i}", torch.zeros_like(blank))
         self.register_buffer("blank", blank)
-        self.register_buffer("columns", torch.arange(capacity)[None])
+        columns = torch.arange(capacity)[None]
+        self.register_buffer("columns", columns)
+        for window in {window for window in self.windows if window is not None}:
+            # Where a row lies from which on the column is out of its window. A buffer, because
+            # kernels take no number in place of a tensor.
+            self.register_buffer(f"columns_{window}", columns + window)
         self.register_buffer("masked", torch.tensor([MASKED]))
         self.register_buffer("seen", torch.zeros(1))
 
@@ -84,7 +89,7 @@ class Caches(nn.Module):
         columns, rows = self.get_buffer("columns"), positions.view(-1, 1)
         hidden = columns > rows
         if window is not None:
-            hidden = torch.logical_or(hidden, columns <= rows - window)
+            hidden = torch.logical_or(hidden, self.get_buffer(f"columns_{window}") <= rows)
         mask = torch.where(hidden, self.get_buffer("masked"), self.get_buffer("seen"))
         return torch.cat([mask] * self.group).view(1, -1, columns.shape[1])
 

@@ -21,7 +21,9 @@ CONTEXT = 80
 CHUNK = 40
 
 
-def export(target: Path, draft: Path, cache: Path, **arguments: Any) -> Path:
+def export(
+    target: Path, draft: Path, cache: Path, *, embeddings: str = "auto", **arguments: Any
+) -> Path:
     """Return the path of a speculator, exported where the cache lacks it."""
     from graph_runtime.programs.speculator_export import ensure_speculator
 
@@ -33,7 +35,10 @@ def export(target: Path, draft: Path, cache: Path, **arguments: Any) -> Path:
         "max_context_length": CONTEXT,
         "max_prefill_chunk": CHUNK,
     }
-    return ensure_speculator(Eagle3Source(folder=draft, target=target), **{**settings, **arguments})
+    return ensure_speculator(
+        Eagle3Source(folder=draft, target=target, embeddings=embeddings),
+        **{**settings, **arguments},
+    )
 
 
 def greedy(target: Path, prompt: list[int], count: int) -> list[int]:
