@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from graph_runtime.eagle3.checkpoint import Eagle3Source
+from tests.eagle3_layouts import weights_for, write_draft
 from tests.tiny import write_tiny_model
 
 with warnings.catch_warnings(), contextlib.suppress(ModuleNotFoundError):
@@ -22,7 +24,25 @@ CONTEXT = 200
 """Crosses three borders between capacity blocks of 64."""
 CHUNK = 96
 
+BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 70}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "safeailab": {},
+    "specforge with biases": {"layout": "specforge", "sizes": BIASES},
+    "specforge, one K/V head a head": {"layout": "specforge", "sizes": {"n_kv_heads": 4}},
+    "eagle-3.1, post-norm feedback": {"layout": "eagle-3.1"},
+    "speculators, q/k norm and normed residual": {
+        "layout": "speculators", "written": {"norm_before_residual": True},
+    },
+    "speculators with a window": {"layout": "speculators", "written": {"nested": WINDOW}},
+    "modelopt without taps": {
+        "layout": "modelopt", "sizes": {"n_taps": 0, "hidden_norm": False},
+    },
+    "deepspec, five taps and all ids": {"layout": "deepspec"},
+}  # fmt: skip
+
 MakeModel = Callable[..., Path]
+MakeSource = Callable[..., Eagle3Source]
 LoadProgram = Callable[..., Any]
 
 
@@ -59,6 +79,34 @@ def load_program(program_cache: Path) -> LoadProgram:
         )
 
     return load
+
+
+@pytest.fixture(scope="session")
+def draft_target(make_model: MakeModel) -> Path:
+    """Return the target that drafts take from what they lack."""
+    return make_model(n_layers=8)
+
+
+@pytest.fixture
+def make_source(tmp_path: Path, draft_target: Path) -> MakeSource:
+    """Return a function that writes a draft of a case."""
+
+    def make(case: str = "safeailab", seed: int = 3, **sizes: Any) -> Eagle3Source:
+        arguments = DRAFTS[case]
+        layout = arguments.get("layout", "safeailab")
+        weights = weights_for(layout, seed, **{**arguments.get("sizes", {}), **sizes})
+        for name in ("layer.self_attn.o_proj.weight", "layer.mlp.down_proj.weight"):
+            weights.tensors[name] *= 0.3  # as where float32's rounding does not grow in a chain
+        folder = write_draft(
+            tmp_path / f"{case} {seed}",
+            layout=layout,
+            weights=weights,
+            **arguments.get("written", {}),
+        )
+        own = layout in ("speculators", "deepspec")
+        return Eagle3Source(folder=folder, target=draft_target, embeddings="own" if own else "auto")
+
+    return make
 
 
 def _round_to_q4_1(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,63 +17,15 @@ pytest.importorskip("executorch")
 from graph_runtime.eagle3.checkpoint import Eagle3Source
 from graph_runtime.eagle3.draft import Draft, DraftSpan
 from graph_runtime.eagle3.load import load_draft, load_fusion_module
-from graph_runtime.programs import DRAFT_PRECISIONS, ensure_draft_program, ensure_program
-from graph_runtime.programs.draft_export import ENTER_ROWS, LEAVE_ROWS, draft_key
-from graph_runtime.programs.export import write_program
-from splitspec.errors import UserError
-from tests.eagle3_layouts import random_weights, weights_for, write_draft
-from tests.graph_runtime.programs.conftest import MakeModel
+from graph_runtime.programs import DRAFT_PRECISIONS
+from graph_runtime.programs.draft_export import ENTER_ROWS, LEAVE_ROWS
+from tests.graph_runtime.programs.conftest import DRAFTS, MakeSource
 
 CONTEXT = 300
 """Crosses four borders between capacity blocks of 64."""
 SLOTS = 12
 """More than one `leave` takes."""
-BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
-WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 70}
-CASES: dict[str, dict[str, Any]] = {
-    "safeailab": {},
-    "specforge with biases": {"layout": "specforge", "sizes": BIASES},
-    "specforge, one K/V head a head": {"layout": "specforge", "sizes": {"n_kv_heads": 4}},
-    "eagle-3.1, post-norm feedback": {"layout": "eagle-3.1"},
-    "speculators, q/k norm and normed residual": {
-        "layout": "speculators", "written": {"norm_before_residual": True},
-    },
-    "speculators with a window": {"layout": "speculators", "written": {"nested": WINDOW}},
-    "modelopt without taps": {
-        "layout": "modelopt", "sizes": {"n_taps": 0, "hidden_norm": False},
-    },
-    "deepspec, five taps and all ids": {"layout": "deepspec"},
-}  # fmt: skip
-
-MakeSource = Callable[..., Eagle3Source]
 LoadDraft = Callable[..., Draft]
-
-
-@pytest.fixture(scope="module")
-def target(make_model: MakeModel) -> Path:
-    return make_model(n_layers=8)
-
-
-@pytest.fixture
-def make_source(tmp_path: Path, target: Path) -> MakeSource:
-    """Return a function that writes a draft of a case."""
-
-    def make(case: str = "safeailab", seed: int = 3, **sizes: Any) -> Eagle3Source:
-        arguments = CASES[case]
-        layout = arguments.get("layout", "safeailab")
-        weights = weights_for(layout, seed, **{**arguments.get("sizes", {}), **sizes})
-        for name in ("layer.self_attn.o_proj.weight", "layer.mlp.down_proj.weight"):
-            weights.tensors[name] *= 0.3  # as where float32's rounding does not grow in a chain
-        folder = write_draft(
-            tmp_path / f"{case} {seed}",
-            layout=layout,
-            weights=weights,
-            **arguments.get("written", {}),
-        )
-        own = layout in ("speculators", "deepspec")
-        return Eagle3Source(folder=folder, target=target, embeddings="own" if own else "auto")
-
-    return make
 
 
 @pytest.fixture
@@ -137,7 +88,7 @@ def run_all(draft: Draft, slot: int, seed: int, widths: Iterator[int]) -> dict[i
     return outputs
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DRAFTS)
 def test_seeds_and_chain_steps_have_the_torch_draft_s_logits(
     case: str, make_source: MakeSource, load: LoadDraft
 ) -> None:
@@ -337,126 +288,3 @@ def test_nothing_to_run_is_nothing(make_source: MakeSource, load: LoadDraft) -> 
     draft = load(make_source(), "8da8w")
     assert draft.run([]).shape == (0, 64)
     assert draft.logits(torch.empty(0, 64)).shape == (0, 100)
-
-
-def test_what_changes_a_draft_s_program_changes_its_name(
-    make_source: MakeSource, make_model: MakeModel, tmp_path: Path
-) -> None:
-    source = make_source()
-    sources = (
-        source,
-        make_source(seed=4),
-        replace(source, target=make_model(n_layers=8, seed=1)),
-        replace(source, embeddings="target"),
-        replace(source, feedback="post-norm"),
-    )
-    paths = {
-        draft_key(s, precision=p, cache_dir=tmp_path, max_context_length=n).path(tmp_path)
-        for s, p, n in [
-            *((s, "8da8w", 64) for s in sources),
-            (source, "fp32", 64),
-            (source, "8da8w", 65),
-        ]
-    }
-    assert len(paths) == len(sources) + 2
-
-
-def test_a_draft_with_an_unknown_precision_is_refused_with_those_there_are(
-    make_source: MakeSource, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match="precision is 'q4_1'; a draft has fp32, 8da8w, 8da4w"):
-        ensure_draft_program(
-            make_source(), precision="q4_1", cache_dir=tmp_path, max_context_length=64
-        )
-
-
-def test_a_width_that_is_not_whole_groups_is_refused_with_the_tensor(
-    tmp_path: Path, target: Path
-) -> None:
-    weights = random_weights(0, intermediate=80)
-    folder = write_draft(tmp_path / "draft", layout="safeailab", weights=weights)
-    with pytest.raises(UserError, match=r"layer\.mlp\.down_proj\.weight has 80: try .* 8da8w"):
-        ensure_draft_program(
-            Eagle3Source(folder=folder, target=target),
-            precision="8da4w",
-            cache_dir=tmp_path,
-            max_context_length=64,
-        )
-
-
-def foreign_path(source: Eagle3Source, cache_dir: Path) -> Path:
-    """Return where the draft's program would lie."""
-    path = draft_key(
-        source, precision="8da8w", cache_dir=cache_dir, max_context_length=CONTEXT
-    ).path(cache_dir)
-    path.parent.mkdir(parents=True)
-    return path
-
-
-def load_in(source: Eagle3Source, cache_dir: Path) -> None:
-    load_draft(
-        source,
-        runtime="executorch",
-        precision="8da8w",
-        cache_dir=cache_dir,
-        max_context_length=CONTEXT,
-        slot_count=1,
-        threads=None,
-    )
-
-
-def test_another_draft_s_program_is_refused_with_both_values(
-    make_source: MakeSource, program_cache: Path, tmp_path: Path
-) -> None:
-    source, other = make_source(), make_source(seed=4)
-    theirs = ensure_draft_program(
-        other, precision="8da8w", cache_dir=program_cache, max_context_length=CONTEXT
-    )
-    path = foreign_path(source, tmp_path / "cache")
-    for suffix in (".pte", ".sha256"):
-        shutil.copy(theirs.with_suffix(suffix), path.with_suffix(suffix))
-    with pytest.raises(UserError, match=r"has draft hash \w{64}; expected \w{64}"):
-        load_in(source, tmp_path / "cache")
-
-
-def test_a_target_s_program_is_no_draft_s(
-    make_source: MakeSource,
-    make_model: MakeModel,
-    program_cache: Path,
-    tmp_path: Path,
-) -> None:
-    theirs = ensure_program(
-        folder=make_model(n_layers=1),
-        precision="8da8w",
-        cache_dir=program_cache,
-        tap_layers=(0,),
-        max_context_length=64,
-        max_prefill_chunk=8,
-    )
-    source = make_source()
-    path = foreign_path(source, tmp_path / "cache")
-    for suffix in (".pte", ".sha256"):
-        shutil.copy(theirs.with_suffix(suffix), path.with_suffix(suffix))
-    with pytest.raises(UserError, match="lacks the metadata key get_draft_hash: export it again"):
-        load_in(source, tmp_path / "cache")
-
-
-def test_a_corrupt_draft_program_is_refused(make_source: MakeSource, tmp_path: Path) -> None:
-    source = make_source()
-    path = foreign_path(source, tmp_path / "cache")
-    write_program(path, b"a program")
-    path.write_bytes(b"a progrXm")
-    with pytest.raises(UserError, match="corrupt or truncated: delete it to export it again"):
-        load_in(source, tmp_path / "cache")
-
-
-def test_a_program_stores_each_weight_once(make_source: MakeSource, program_cache: Path) -> None:
-    # Guards four methods that each carried the weights of all of them.
-    path = ensure_draft_program(
-        make_source(vocab_size=300, hidden=64, intermediate=1024),
-        precision="fp32",
-        cache_dir=program_cache,
-        max_context_length=CONTEXT,
-    )
-    mlp, others = 4 * 3 * 64 * 1024, 4 * 64 * 1000
-    assert mlp < path.stat().st_size < mlp + others
