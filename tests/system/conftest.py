@@ -15,7 +15,7 @@ RUNTIMES = {
     "torch": ["--runtime", "torch", "--precision", "fp32"],
     "executorch": ["--runtime", "executorch", "--precision", "8da8w"],
 }
-EAGLE3_VERIFIER = ["--runtime", "torch", "--precision", "fp32", "--slot-count", "10"]
+EAGLE3_VERIFIER = ["--runtime", "torch", "--precision", "fp32", "--slot-count", "18"]
 EAGLE3_VERIFIER += ["--max-context-length", "128", "--max-prefill-chunk", "32"]
 EAGLE3_FLAGS = ["--slot-count", "10", "--max-context-length", "128", "--draft-sampling", "coupled"]
 

@@ -1,6 +1,6 @@
 """L4 with EAGLE-3 drafters through three processes: a head that copies the target, a random one.
 
-Raw rows and fused rows, greedy and sampled, K 1..7, nine sessions at once.
+Raw rows and fused rows, greedy and sampled, K 1..7, eighteen sessions at once.
 """
 
 from __future__ import annotations
@@ -79,6 +79,14 @@ class Served:
             assert answer.token_ids == case.truth[:tokens]
         return [answer.finish.statistics for answer in answers]
 
+    def raw_and_fused(
+        self, head: str, draft_count: int, tokens: int
+    ) -> list[list[pb.GenerationStatistics]]:
+        """Answer all cases through both drafters of a head at the same time."""
+        names = [f"{head}-{rows}" for rows in ("raw", "fused")]
+        with ThreadPoolExecutor(len(names)) as pool:
+            return list(pool.map(lambda name: self.answers(name, draft_count, tokens), names))
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, program_cache: Path) -> Iterator[Served]:
@@ -128,8 +136,8 @@ def test_l4_e1_the_copying_head_emits_k_plus_1_of_the_targets_tokens_a_round(
 ) -> None:
     tokens = token_count(draft_count)
     rounds = (tokens - 1) // (draft_count + 1)
-    for rows in ("raw", "fused"):
-        for statistics in served.answers(f"copy-{rows}", draft_count, tokens):
+    for answered in served.raw_and_fused("copy", draft_count, tokens):
+        for statistics in answered:
             assert list(statistics.acceptance_length_counts) == [0] * draft_count + [rounds]
             assert statistics.mean_acceptance_length == draft_count + 1
 
@@ -138,9 +146,7 @@ def test_l4_e1_the_copying_head_emits_k_plus_1_of_the_targets_tokens_a_round(
 def test_l4_e1_a_random_head_costs_drafts_and_raw_and_fused_rows_give_the_same_ones(
     served: Served, draft_count: int
 ) -> None:
-    raw, fused = (
-        served.answers(f"random-{rows}", draft_count, FEW_TOKENS) for rows in ("raw", "fused")
-    )
+    raw, fused = served.raw_and_fused("random", draft_count, FEW_TOKENS)
     for one, other in zip(raw, fused, strict=True):
         assert one.acceptance_length_counts == other.acceptance_length_counts
         assert one.draft_token_count == other.draft_token_count
