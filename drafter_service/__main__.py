@@ -29,7 +29,7 @@ DraftModel = Annotated[Path | None, flag("draft-model", "eagle3: the checkpoint'
 Target = Annotated[
     str | None, flag("target", "eagle3: a pulled model's name, or an HF-layout folder.")
 ]
-Precision = Annotated[str | None, flag("precision", "fp32, 8da4w, ...; by runtime.")]
+Precision = Annotated[str | None, flag("precision", "fp32, 8da8w, 8da4w, bf16; by runtime.")]
 ContextLength = Annotated[
     int | None, flag("max-context-length", "Longest context of one session, in tokens; by method.")
 ]

@@ -37,6 +37,8 @@ class Eagle3Config:
     """Slots, its own included, that a slot attends to; None is all."""
     use_aux_hidden_state: bool
     """False: no fc. The feature is the target's last layer output after the target's final norm."""
+    target_norm_eps: float
+    """Epsilon of the target's final norm; the draft's own where it does not read that norm."""
     hidden_norm: bool
     """Whether the layer norms the feature before attention; False only without taps (ModelOpt)."""
     norm_before_residual: bool

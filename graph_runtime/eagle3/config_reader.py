@@ -98,6 +98,7 @@ def read_eagle3_config(
     vocabulary = vocab_size(layer, target)
     norm_before_fc, fc_norm = _norms_before_fc(keys, shapes, use_aux=use_aux)
     attention_bias = boolean(layer, "attention_bias")
+    eps = number(layer, "rms_norm_eps", 1e-6, most=1.0)
     return Eagle3Config(
         layout=keys.layout,
         hidden_size=hidden,
@@ -106,7 +107,7 @@ def read_eagle3_config(
         n_heads=n_heads,
         n_kv_heads=_kv_heads(layer, n_heads),
         head_dim=_head_dim(layer, hidden, n_heads),
-        rms_norm_eps=number(layer, "rms_norm_eps", 1e-6, most=1.0),
+        rms_norm_eps=eps,
         vocab_size=vocabulary,
         draft_vocab_size=draft_vocab_size(keys.top, shapes, vocabulary),
         tap_layers=resolve_tap_layers(
@@ -123,6 +124,7 @@ def read_eagle3_config(
         qk_norm=_qk_norm(layer, shapes),
         sliding_window=_sliding_window(layer),
         use_aux_hidden_state=use_aux,
+        target_norm_eps=eps if use_aux or target is None else target.rms_norm_eps,
         hidden_norm=use_aux or "layer.hidden_norm.weight" in shapes,
         norm_before_residual=keys.flag("norm_before_residual"),
         norm_before_fc=norm_before_fc,

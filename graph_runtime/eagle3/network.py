@@ -39,7 +39,7 @@ class Fusion(nn.Module):
         eps = config.rms_norm_eps
         if not config.use_aux_hidden_state:
             assert config.raw_row_width == config.hidden_size, config
-            self.target_norm = RMSNorm(config.target_hidden_size, eps)
+            self.target_norm = RMSNorm(config.target_hidden_size, config.target_norm_eps)
             return
         if config.norm_before_fc:
             self.input_norm = RMSNorm(config.raw_row_width, eps)

@@ -67,6 +67,6 @@ def test_sizes_that_nobody_asks_for_go_by_the_method_and_the_precision_by_the_ru
     assert (ngram.chosen_slot_count, ngram.chosen_context_length) == (64, 32768)
     eagle3 = DrafterConfig(draft="eagle3", draft_model=DRAFT)
     assert (eagle3.chosen_slot_count, eagle3.chosen_context_length) == (8, 1024)
-    assert eagle3.chosen_precision == "8da4w"
+    assert eagle3.chosen_precision == "8da8w"
     torch = DrafterConfig(draft="eagle3", draft_model=DRAFT, runtime="torch", slot_count=3)
     assert (torch.chosen_slot_count, torch.chosen_precision) == (3, "fp32")

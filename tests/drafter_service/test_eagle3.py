@@ -394,4 +394,4 @@ def test_export_passes_its_flags_on_and_prints_the_programs_path(
     assert (source.folder, source.target, source.feedback) == (pair.draft, pair.target, "pre-norm")
     assert flags == {"precision": "fp32", "cache_dir": Path("/c"), "max_context_length": 64}
     assert plain.target is None
-    assert defaults == {"precision": "8da4w", "cache_dir": Path("/c"), "max_context_length": 1024}
+    assert defaults == {"precision": "8da8w", "cache_dir": Path("/c"), "max_context_length": 1024}

@@ -66,6 +66,7 @@ def test_every_layout_tells_the_draft_s_whole_shape(
         qk_norm=layout in ("speculators", "deepspec"),
         sliding_window=None,
         use_aux_hidden_state=True,
+        target_norm_eps=1e-5,
         hidden_norm=True,
         norm_before_residual=False,
         norm_before_fc=False,
@@ -193,6 +194,15 @@ def test_without_aux_states_the_one_tap_is_the_target_s_last_layer(
         read(folder)
     with pytest.raises(UserError, match=r"--tap-layers is \[6\]; .* last layer, 7"):
         read(folder, target, tap_layers=(6,))
+
+
+def test_without_taps_the_target_s_final_norm_keeps_its_own_epsilon(tmp_path: Path) -> None:
+    target = write_tiny_model(tmp_path / "t", n_layers=8, config={"rms_norm_eps": 1e-3})
+    weights = random_weights(1, n_taps=0)
+    config = read(written(tmp_path, "modelopt", weights=weights), target)
+    assert (config.target_norm_eps, config.rms_norm_eps) == (1e-3, 1e-5)
+    with_taps = read(written(tmp_path / "s", "specforge"), target)
+    assert with_taps.target_norm_eps == 1e-5
 
 
 def test_without_aux_states_the_target_has_to_be_as_wide_as_the_draft(tmp_path: Path) -> None:

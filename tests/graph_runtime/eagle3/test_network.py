@@ -49,6 +49,7 @@ def config_of(weights: DraftWeights, **changes: Any) -> Eagle3Config:
         qk_norm="layer.self_attn.q_norm.weight" in names,
         sliding_window=None,
         use_aux_hidden_state=weights.n_taps > 0,
+        target_norm_eps=1e-5,
         hidden_norm="layer.hidden_norm.weight" in names,
         norm_before_residual=False,
         norm_before_fc="fusion.input_norm.weight" in names,
