@@ -17,8 +17,8 @@ DEFAULT_CONTEXT_LENGTHS = {"eagle3": 1024, "ngram": 32768}
 """By method: a KV cache is `slot_count` times `max_context_length` positions, an index is not."""
 MAX_DRAFT_COUNTS = {"eagle3": 7, "ngram": 1024}
 DEFAULT_PRECISIONS = {"executorch": "8da8w", "torch": "fp32"}
-"""Runtime -> a draft's precision when none is asked for: its errors cost acceptance, no text. With a
-head of 135M's size 8da8w was both faster and accepted more often than 8da4w (benchmarks/LOG.md)."""
+"""Runtime -> a draft's precision when none is asked for: its errors cost acceptance, never text.
+8da8w was faster than 8da4w with a small head, and accepted more often (benchmarks/LOG.md)."""
 
 ROW_KINDS = ("raw", "fused")
 ROW_DTYPES = ("float32", "bfloat16", "float16")
