@@ -240,6 +240,7 @@ def test_run_of_a_draft_model_makes_verifier_and_drafter_agree_on_fused_rows(
         f"--model tiny --runtime torch --threads 2 --fuse-for {tmp_path}/head "
         f"--cache-dir {tmp_path}"
     )
+    assert "--draft-count 4 " in lines["coordinator"], "a window of 5 rows costs little more than 1"
 
 
 def test_run_starts_services_with_flags_that_they_take(
