@@ -59,8 +59,9 @@ class DrafterConfig:
     device: str = "cpu"
     rows: str = "raw"
     row_dtype: str = "float32"
-    draft_sampling: str = "argmax"
-    """How a session drafts that leaves it to the method."""
+    draft_sampling: str = "coupled"
+    """How a session drafts that leaves it to the method: at temperature 0 both are the argmax, and
+    sampled answers accepted more coupled drafts (benchmarks/LOG.md)."""
     tap_layers: tuple[int, ...] | None = None
     """None: as the checkpoint says."""
     embeddings: str = "auto"
