@@ -29,6 +29,7 @@ from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source
 from graph_runtime.eagle3.draft import Draft, DraftSpan
 from graph_runtime.eagle3.load import load_draft
 from graph_runtime.load import needing_executorch
+from splitspec.errors import UserError
 from splitspec.folders import model_folder
 from splitspec.rows import RowFormat
 from splitspec.v1 import rows_pb2
@@ -130,7 +131,7 @@ class Eagle3Drafter:
         if work.token_ids and not slot.is_spoilt:
             features = self._features(work)
             if not bool(torch.isfinite(features).all()):
-                slot.spoil()
+                slot.spoil("the features of its rows")
         if slot.is_spoilt:
             slot.length += len(work.token_ids)
             return None
@@ -173,7 +174,7 @@ class Eagle3Drafter:
             if finite[i]:
                 alike.setdefault(chain.slot.sampling, []).append(i)
             else:
-                chain.slot.spoil()
+                chain.slot.spoil("the draft's logits")
                 chain.ids.clear()
         for sampling, at in alike.items():  # a row's choice does not depend on the other rows
             positions = [chains[i].position for i in at]
@@ -202,7 +203,7 @@ def load(config: DrafterConfig, stop: threading.Event | None = None) -> Drafter:
         stop=stop,
     )
     info = _info(config, draft, checkpoint)
-    _warm_up(draft, info)
+    _warm_up(config, draft, info)
     return Eagle3Drafter(draft, info, DraftSampling(config.draft_sampling))
 
 
@@ -226,14 +227,18 @@ def _source(config: DrafterConfig) -> Eagle3Source:
     """Return what `config` says about the checkpoint.
 
     Raises:
-        UserError: the target is neither a folder nor a pulled model.
+        UserError: the target is neither a folder nor a pulled model, or `~` is nobody's home.
     """
     assert config.draft_model is not None, config
+    try:
+        folder = config.draft_model.expanduser()
+    except RuntimeError as error:
+        raise UserError(f"--draft-model {str(config.draft_model)!r}: {error}") from error
     target = None
     if config.target is not None:
         target = model_folder(config.target, config.cache_dir)
     return Eagle3Source(
-        folder=config.draft_model,
+        folder=folder,
         target=target,
         tap_layers=config.tap_layers,
         embeddings=config.embeddings,
@@ -262,12 +267,23 @@ def _info(config: DrafterConfig, draft: Draft, checkpoint: Eagle3Checkpoint) -> 
     )
 
 
-def _warm_up(draft: Draft, info: DrafterInfo) -> None:
-    """Run every kind of pass once: the first call of each takes longer than any later one."""
+def _warm_up(config: DrafterConfig, draft: Draft, info: DrafterInfo) -> None:
+    """Run every kind of pass once: the first call of each takes longer than any later one.
+
+    Raises:
+        UserError: what comes out is not finite: no session would ever get a draft token.
+    """
     draft.fuse(torch.zeros(1, draft.config.raw_row_width))
     count = min(8, info.max_context_length)
     features = torch.zeros(count, draft.config.hidden_size)
     draft.run([DraftSpan(slot=0, start=0, token_ids=[0] * count, features=features)])
     last = DraftSpan(slot=0, start=count - 1, token_ids=[0], features=features[-1:])
-    draft.logits(draft.run([last]))
+    feature = draft.run([last])
+    logits = draft.logits(feature)
+    for what, values in (("features", feature), ("logits", logits)):
+        if not bool(torch.isfinite(values).all()):
+            raise UserError(
+                f"draft {config.draft_model} gives {what} that are not finite: its weights are "
+                f"broken, or overflow at {config.chosen_precision}"
+            )
     draft.reset(0)

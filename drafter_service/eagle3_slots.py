@@ -8,6 +8,7 @@ so that it costs no pass of its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ import torch
 from drafter_service.drafter import DraftWork
 from graph_runtime.choice import Sampling
 from graph_runtime.eagle3.draft import DraftSpan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -49,8 +52,9 @@ class Slot:
     is_spoilt: bool = False
     """A row or a logit was no number: nothing runs until the slot is released."""
 
-    def spoil(self) -> None:
-        """Draft no more, and forget what must not be run."""
+    def spoil(self, what: str) -> None:
+        """Draft no more, and forget what must not be run; `what` was not finite."""
+        logger.warning("session in slot %d: %s are not finite, it drafts no more", self.slot, what)
         self.held_ids, self.held, self.newest, self.is_spoilt = [], [], None, True
 
     def advance(self, work: DraftWork, features: torch.Tensor | None) -> DraftSpan | None:

@@ -315,6 +315,50 @@ def test_rows_that_overflow_fc_are_hostile_too(pair: Pair) -> None:
     assert session.draft([7], 8, 4) == []
 
 
+def test_a_spoilt_session_is_told_of_in_the_log_once_and_with_its_slot(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session(pair.load(), 3, torch.full((60, 192), math.nan))
+    session.draft(PROMPT, 7, 4)
+    session.draft([7], 8, 4)
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "slot 3" in warned
+    assert "features" in warned
+
+
+def test_logits_that_are_not_finite_are_told_of_in_the_log_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter: Any = pair.load()
+    logits = drafter._draft.logits
+    monkeypatch.setattr(drafter._draft, "logits", lambda features: logits(features) * math.nan)
+    session = Session(drafter, 2, raw_rows(30, 60, 192))
+    assert session.draft(PROMPT, 7, 4) == []
+    assert session.draft([7], 8, 4) == []
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "slot 2" in warned
+    assert "logits" in warned
+
+
+def test_a_draft_whose_logits_overflow_is_refused_at_load(pair: Pair, tmp_path: Path) -> None:
+    weights = random_weights(4)
+    weights.tensors["lm_head.weight"] = weights.tensors["lm_head.weight"].sign() * 3e38
+    broken = write_draft(tmp_path / "broken", layout="specforge", weights=weights, embeddings=True)
+    with pytest.raises(UserError, match=r"draft \S+broken gives logits that are not") as e:
+        pair.load(draft_model=broken)
+    assert "overflow at " in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_the_home_of_the_user_is_expanded_in_the_draft_s_folder(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(pair.draft.parent))
+    assert pair.load(draft_model=Path("~/tiny-draft")).info.model_id == "tiny-draft"
+    with pytest.raises(UserError, match="nobody-of-this-name"):
+        pair.load(draft_model=Path("~nobody-of-this-name/d"))
+
+
 def test_E22_a_session_in_a_used_slot_drafts_as_in_a_fresh_drafter(pair: Pair) -> None:
     drafter = pair.load()
     first = Session(drafter, 2, raw_rows(40, 90, 192))
