@@ -95,6 +95,23 @@ def test_a_fused_row_s_bits_depend_on_neither_the_count_of_rows_nor_its_place(na
     assert fusion(rows[:0]).shape == (0, weights.hidden)
 
 
+def test_the_targets_final_norm_keeps_its_own_epsilon() -> None:
+    weights = random_weights(3, n_taps=0)
+    config = config_of(weights, rms_norm_eps=1e-5, target_norm_eps=1e-2)
+    fusion = Fusion(config)
+    weight = target_norm(weights)
+    fusion.load_state_dict({"target_norm.weight": weight})
+    rows = 0.1 * random(11, weights.target_hidden)  # mean squares about 1e-2: epsilon matters
+    x = rows.double()
+    by_own, by_drafts = (
+        weight.double() * x / ((x**2).mean(dim=1, keepdim=True) + eps).sqrt()
+        for eps in (1e-2, 1e-5)
+    )
+    assert (by_own - by_drafts).abs().max() > 0.1
+    with torch.no_grad():
+        torch.testing.assert_close(fusion(rows).double(), by_own, atol=1e-5, rtol=0)
+
+
 def test_a_row_of_nan_stays_alone_in_the_fusion() -> None:
     fusion = fusion_of(random_weights(3, fc_norm=True))
     rows = random(9, 192)

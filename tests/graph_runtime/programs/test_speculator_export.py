@@ -124,6 +124,31 @@ def test_e23_what_cannot_be_exported_is_refused_before_it_starts(
         export(*copy, tmp_path, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("context", "asked", "chunk"), [(80, 512, 79), (80, 80, 79), (80, 79, 79), (80, 40, 40)]
+)
+def test_the_longest_prompt_is_what_the_context_leaves_beside_one_token_of_the_answer(
+    context: int,
+    asked: int,
+    chunk: int,
+    copy: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from graph_runtime.programs import speculator_export
+
+    keys: list[speculator_export.SpeculatorKey] = []
+
+    def keep(key: Any, _places: object, **_more: object) -> Path:
+        keys.append(key)
+        return tmp_path
+
+    monkeypatch.setattr(speculator_export, "ensure", keep)
+    export(*copy, tmp_path, max_context_length=context, max_prefill_chunk=asked)
+    (key,) = keys
+    assert (key.max_context_length, key.max_prefill_chunk) == (context, chunk)
+
+
 def test_e23_a_draft_of_another_hidden_size_is_refused(
     copy: tuple[Path, Path], tmp_path: Path
 ) -> None:
