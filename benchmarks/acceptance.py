@@ -130,6 +130,8 @@ def _answer_all(
     with ThreadPoolExecutor(args.sessions) as pool:
         asked = list(pool.map(in_time, range(len(prompts))))
     answers = [answer for answer in asked if answer is not None]
+    if not answers:
+        raise UserError(f"--time-limit {args.time_limit} leaves no answer")
     return Tally(
         draft_count=draft_count, answers=answers, seconds=max(1e-9, perf_counter() - started)
     )

@@ -107,7 +107,7 @@ StopToken = Annotated[
 ]
 BosId = Annotated[
     int | None,
-    typer.Option(min=-1, max=MAX_UINT32, help="--program: the first token; -1: none."),
+    typer.Option(min=-1, max=MAX_UINT32, help="--program: token put first; -1: none."),
 ]
 CacheDir = Annotated[
     Path, typer.Option(envvar="SPLITSPEC_CACHE_DIR", help="Models, programs and logs.")

@@ -52,7 +52,8 @@ class ProgramRun:
     stop_token: tuple[str, ...] = ()
     """Texts of further stop tokens."""
     bos_id: int | None = None
-    """The first token; NO_BOS: none. None: what the tokenizer or the template writes."""
+    """The first token, put there unless the prompt begins with it; NO_BOS: none is put there. None:
+    what the tokenizer adds. A chat template's own tokens stay in any case."""
     chain: int | None = None
     """Draft tokens a round; None: the program's."""
     threads: int | None = None
@@ -92,7 +93,10 @@ class ProgramRun:
         # A template writes its special tokens itself.
         specials = self.bos_id is None and not is_template
         ids = text.encode(written, add_special_tokens=specials)
-        return ids if self.bos_id is None or self.bos_id == NO_BOS else [self.bos_id, *ids]
+        if self.bos_id in (None, NO_BOS, *ids[:1]):  # a template may have written it
+            return ids
+        assert self.bos_id is not None
+        return [self.bos_id, *ids]
 
     def stop_token_ids(self, text: ModelText) -> frozenset[int]:
         """Return the tokens that end the answer.

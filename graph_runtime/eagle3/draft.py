@@ -33,7 +33,8 @@ class DraftSpan:
     token_ids: Sequence[int]
     """T >= 1 target ids: those of positions start + 1 .. start + T."""
     features: torch.Tensor
-    """[T, H] float32 features of positions start .. start + T - 1, on the draft's device."""
+    """[T, H] float32 features of positions start .. start + T - 1, on the draft's device or the
+    CPU."""
 
 
 class Draft(Protocol):

@@ -51,6 +51,13 @@ def choose_embedding(
         logger.info("%s: padding rows of %s are dropped", own.path, own.name)
     if choice == "auto" and target is not None:
         _compare(own, weight, target)
+    elif choice == "auto":
+        logger.warning(
+            "%s: its own tensor %s is used; without --target nobody can tell a trained table from "
+            "one that an exporter never trained",
+            own.path,
+            own.name,
+        )
     else:
         logger.info("the draft uses its own embedding: %s of %s", own.name, own.path)
     return weight

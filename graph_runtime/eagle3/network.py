@@ -88,7 +88,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Network(nn.Module):
-    """The whole network. Parameter names are those of graph_runtime/eagle3/checkpoint.py."""
+    """The whole network. Parameter names are those of graph_runtime/eagle3/layouts.py."""
 
     def __init__(
         self, config: Eagle3Config, *, attention: nn.Module, max_context_length: int

@@ -23,8 +23,18 @@ def stated_tap_layers(
     input of layer k (HF `hidden_states[k]`), so the output of layer k - 1, in speculators files.
 
     Raises:
-        UserError: no list of ascending layers, or the embedding's output, which no verifier offers.
+        UserError: no list of ascending layers, or the embedding's output, which no verifier offers;
+            or a place for them that other layouts have.
     """
+    nested_ids = f"eagle_config.{IDS}"
+    own = {"speculators": IDS, "deepspec": _DEEPSPEC_IDS}.get(layout, nested_ids)
+    places = {IDS: top.get(IDS), _DEEPSPEC_IDS: top.get(_DEEPSPEC_IDS), nested_ids: nested.get(IDS)}
+    for key, value in places.items():
+        if key not in (own, IDS) and value is not None:
+            raise UserError(
+                f"config.json: {key} states tap layers where a {layout} file has {own}, and the two "
+                "number layers differently; give --tap-layers"
+            )
     if layout == "speculators":
         ids = _ids(IDS, top.get(IDS))
         if ids and ids[0] == 0:

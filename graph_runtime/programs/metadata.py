@@ -15,7 +15,7 @@ from splitspec.errors import UserError
 if TYPE_CHECKING:
     from executorch.runtime import Program
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of a target. Raised when the methods' arguments or meaning change; part of the cache key."""
 DRAFT_FORMAT_VERSION = 2
 """The same, of a draft."""

@@ -12,7 +12,7 @@ from splitspec.errors import UserError
 if TYPE_CHECKING:
     from executorch.runtime import Program
 
-SPECULATOR_FORMAT_VERSION = 1
+SPECULATOR_FORMAT_VERSION = 2
 """Raised when the methods' arguments or meaning change; part of the cache key."""
 MAX_CHAIN = 7
 """A verify runs at most 8 rows: it costs little more than one row up to there."""

@@ -190,6 +190,9 @@ def asked(model: Path, **settings: Any) -> ProgramRun:
         ({"chat": False, "bos_id": IM_START}, QUESTION, [IM_START]),
         ({"chat": False, "bos_id": 0}, QUESTION, [0]),
         ({"chat_prefix": "", "bos_id": -1}, QUESTION, []),
+        ({"bos_id": 0}, CHAT, [0]),
+        ({"bos_id": IM_START}, CHAT, []),  # the template has written it
+        ({"bos_id": -1}, CHAT, []),
     ],
 )
 def test_the_prompt_is_framed_as_the_flags_say(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from graph_runtime.eagle3.checkpoint import Eagle3Source, load_fusion
 from graph_runtime.eagle3.config import Eagle3Config
@@ -88,6 +89,25 @@ def test_e19_trap_tap_ids_off_by_one_the_same_numbers_name_other_layers_in_specu
     assert read(top_level).tap_layers == (1, 3, 4)
 
 
+@pytest.mark.parametrize(
+    ("layout", "variant", "key"),
+    [
+        ("speculators", {"nested": {IDS: [1, 3, 4]}}, f"eagle_config.{IDS}"),
+        ("specforge", {"config": {"target_layer_ids": [1, 3, 4]}}, "target_layer_ids"),
+        ("speculators", {"config": {"target_layer_ids": [1, 3, 4]}}, "target_layer_ids"),
+        ("deepspec", {"nested": {IDS: [1, 2, 3, 4, 5]}}, f"eagle_config.{IDS}"),
+    ],
+)
+def test_trap_tap_ids_where_another_layout_has_them_are_ambiguous(
+    layout: str, variant: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path, layout, **variant)
+    with pytest.raises(UserError, match=rf"{key} states tap layers where a .* --tap-layers"):
+        read(folder)
+    taps = (1, 2, 3, 4, 5) if layout == "deepspec" else (1, 3, 4)
+    assert read(folder, tap_layers=taps).tap_layers == taps
+
+
 def test_e19_the_embedding_s_output_is_no_layer_s_and_is_refused(tmp_path: Path) -> None:
     folder = written(tmp_path, "speculators", config={IDS: [0, 4, 5]})
     with pytest.raises(UserError, match=rf"{IDS} is \[0, 4, 5\]; .*embedding's output"):
@@ -127,6 +147,22 @@ def test_e19_an_invalid_list_of_taps_is_refused(layout: str, ids: Any, tmp_path:
     folder = written(tmp_path, layout, **{place: {key: ids}})
     with pytest.raises(UserError, match=rf"{key} is .*; expected a list of ascending layers"):
         read(folder)
+
+
+@pytest.mark.parametrize("most", [4096, 2**40, 2**70])
+@pytest.mark.parametrize("layout", ["specforge", "speculators", "deepspec"])
+def test_e19_taps_of_layers_that_no_model_has_are_refused(
+    layout: str, most: int, tmp_path: Path
+) -> None:
+    key = "target_layer_ids" if layout == "deepspec" else IDS
+    place = "nested" if layout == "specforge" else "config"
+    ids = [1, 3, most + (layout == "speculators")]
+    folder = written(tmp_path, layout, **{place: {key: ids}})
+    with pytest.raises(UserError, match=rf"{key} is .*{ids[-1]}\]; .* in \[\d, 409[56]\]"):
+        read(folder)
+    with pytest.raises(UserError, match=rf"--tap-layers is .*{most}\]; .* in \[0, 4095\]"):
+        read(written(tmp_path), tap_layers=(1, 3, most))
+    assert read(written(tmp_path), tap_layers=(1, 3, 4095)).tap_layers == (1, 3, 4095)
 
 
 @pytest.mark.parametrize("taps", [(3, 1, 4), (1, 1, 4), (-1, 3, 4), ()])
@@ -593,3 +629,10 @@ def test_a_choice_that_is_none_is_refused(tmp_path: Path) -> None:
         Eagle3Source(folder=tmp_path, embeddings="both")
     with pytest.raises(UserError, match="--feedback is 'none'"):
         Eagle3Source(folder=tmp_path, feedback="none")
+
+
+def test_a_file_without_tensors_is_said_to_hold_none(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    save_file({}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"draft: \S*model.safetensors holds no tensors"):
+        read(folder)
