@@ -140,7 +140,7 @@ def expected(
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_E15_drafts_equal_a_longhand_recomputation_for_a_prompt_and_the_rounds_after_it(
+def test_e15_drafts_equal_a_longhand_recomputation_for_a_prompt_and_the_rounds_after_it(
     pair: Pair, count: int
 ) -> None:
     rows = raw_rows(count, 60, 192)
@@ -155,7 +155,7 @@ def test_E15_drafts_equal_a_longhand_recomputation_for_a_prompt_and_the_rounds_a
         assert drafts == expected(pair.weights, [*session.tokens, pending], rows, count)
 
 
-def test_E15_the_unshifted_pairing_would_draft_otherwise(pair: Pair) -> None:
+def test_e15_the_unshifted_pairing_would_draft_otherwise(pair: Pair) -> None:
     rows = raw_rows(1, 60, 192)
     drafts = Session(pair.load(), 0, rows).draft(PROMPT, 7, 5)
     unshifted = chain_logits(
@@ -165,7 +165,7 @@ def test_E15_the_unshifted_pairing_would_draft_otherwise(pair: Pair) -> None:
     assert drafts[0] != pair.weights.target_ids[int(unshifted[0].argmax())]
 
 
-def test_E17_drafts_are_target_ids_with_d2t_applied_once(pair: Pair) -> None:
+def test_e17_drafts_are_target_ids_with_d2t_applied_once(pair: Pair) -> None:
     ids = pair.weights.target_ids
     assert ids is not None
     drafts = Session(pair.load(), 0, raw_rows(3, 60, 192)).draft(PROMPT, 7, 7)
@@ -359,7 +359,7 @@ def test_the_home_of_the_user_is_expanded_in_the_draft_s_folder(
         pair.load(draft_model=Path("~nobody-of-this-name/d"))
 
 
-def test_E22_a_session_in_a_used_slot_drafts_as_in_a_fresh_drafter(pair: Pair) -> None:
+def test_e22_a_session_in_a_used_slot_drafts_as_in_a_fresh_drafter(pair: Pair) -> None:
     drafter = pair.load()
     first = Session(drafter, 2, raw_rows(40, 90, 192))
     first.draft(list(range(3, 80)), 7, 7)
@@ -370,7 +370,7 @@ def test_E22_a_session_in_a_used_slot_drafts_as_in_a_fresh_drafter(pair: Pair) -
         assert used.draft(ids, pending, 7) == fresh.draft(ids, pending, 7)
 
 
-def test_E13_a_session_drafts_to_the_end_of_its_context_and_not_beyond(pair: Pair) -> None:
+def test_e13_a_session_drafts_to_the_end_of_its_context_and_not_beyond(pair: Pair) -> None:
     rows = raw_rows(50, 16, 192)
     session = Session(pair.load(max_context_length=16), 0, rows)
     counts = []

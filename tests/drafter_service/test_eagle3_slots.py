@@ -163,7 +163,7 @@ def assert_seeded(draft: RecordingDraft, slot: int, tokens: Sequence[int]) -> No
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_E14_E15_a_prompt_in_one_piece_and_every_round_cost_K_passes(count: int) -> None:
+def test_e14_e15_a_prompt_in_one_piece_and_every_round_cost_k_passes(count: int) -> None:
     draft = RecordingDraft()
     made = opened(draft, 0)
     assert made.step([work(0, 0, [10, 11, 12])]) == [[]]
@@ -179,7 +179,7 @@ def test_E14_E15_a_prompt_in_one_piece_and_every_round_cost_K_passes(count: int)
     assert made.pass_count == len(draft.passes) == 2 * count
 
 
-def test_E16_a_round_seeds_the_positions_that_committed_with_their_own_rows() -> None:
+def test_e16_a_round_seeds_the_positions_that_committed_with_their_own_rows() -> None:
     for accepted in range(4):
         draft = RecordingDraft()
         made = opened(draft, 0)
@@ -195,7 +195,7 @@ def test_E16_a_round_seeds_the_positions_that_committed_with_their_own_rows() ->
         assert_seeded(draft, 0, [10, 11, *committed, 500])
 
 
-def test_E15_rows_are_held_over_the_chunks_of_a_prompt_until_their_next_token_is_known() -> None:
+def test_e15_rows_are_held_over_the_chunks_of_a_prompt_until_their_next_token_is_known() -> None:
     draft = RecordingDraft()
     made = opened(draft, 2)
     made.step([work(2, 0, [10, 11])])
@@ -244,7 +244,7 @@ def test_nothing_is_run_where_nothing_is_known() -> None:
     assert made.pass_count == 0
 
 
-def test_E14_sessions_share_every_pass_and_each_has_its_own_K() -> None:
+def test_e14_sessions_share_every_pass_and_each_has_its_own_k() -> None:
     draft = RecordingDraft()
     made = opened(draft, 0, 1, 2, 3)
     made.step([work(3, 0, [40, 41])])
@@ -274,7 +274,7 @@ def test_E14_sessions_share_every_pass_and_each_has_its_own_K() -> None:
 
 
 @pytest.mark.parametrize("length", range(1, 9))
-def test_E13_no_draft_slot_beyond_the_context_is_written(length: int) -> None:
+def test_e13_no_draft_slot_beyond_the_context_is_written(length: int) -> None:
     draft = RecordingDraft(max_context_length=8)
     made = opened(draft, 0)
     tokens = list(range(100, 100 + length))
@@ -296,7 +296,7 @@ def rounds(draw: st.DrawFn) -> list[tuple[int, int, bool]]:
 
 @settings(max_examples=150, deadline=None)
 @given(steps=rounds(), first=st.integers(1, 6))
-def test_E15_E16_any_course_of_a_session_leaves_true_pairs_in_the_cache(
+def test_e15_e16_any_course_of_a_session_leaves_true_pairs_in_the_cache(
     steps: list[tuple[int, int, bool]], first: int
 ) -> None:
     draft = RecordingDraft(max_context_length=80)
@@ -366,7 +366,7 @@ def test_a_row_that_is_no_number_and_what_was_held_with_it_never_reach_the_draft
     assert {span.slot for spans in draft.passes for span in spans} == {1}
 
 
-def test_E22_a_slot_that_is_released_is_reset() -> None:
+def test_e22_a_slot_that_is_released_is_reset() -> None:
     draft = RecordingDraft()
     made = opened(draft, 0, 1)
     made.step([work(s, 0, [10, 11], pending=12, count=3) for s in (0, 1)])
@@ -397,7 +397,7 @@ def test_a_fault_of_the_device_is_raised() -> None:
         made.step([work(0, 0, [10], pending=11, count=1)])
 
 
-def test_E14_the_engine_reports_the_passes_of_each_step() -> None:
+def test_e14_the_engine_reports_the_passes_of_each_step() -> None:
     engine, stream = Engine(drafter(RecordingDraft())), StreamSessions()
     counts = []
     for items in (

@@ -199,7 +199,7 @@ def test_the_metrics_endpoint_reports_steps_and_slots(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows_kind", ["raw", "fused"])
-def test_E14_an_eagle3_process_answers_its_handshake_and_a_round_in_K_passes(
+def test_e14_an_eagle3_process_answers_its_handshake_and_a_round_in_k_passes(
     tmp_path: Path, rows_kind: str
 ) -> None:
     draft_model = write_draft(
