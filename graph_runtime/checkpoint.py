@@ -19,6 +19,18 @@ _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _DERIVED = ".rotary_emb.inv_freq"
 """Old checkpoints store this buffer; it follows from config.json."""
+_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+"""Those that torch converts to float32; of float4, two values a byte, it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +57,7 @@ class StoredTensor:
             UserError: the file is corrupt, or a value is no finite floating-point number.
         """
         tensor = self.read()
-        _check_floating(self.path, self.name, tensor)
+        _check_dtype(self.path, self.name, tensor)
         weight = tensor.float()
         _check_finite(self.path, self.name, weight)
         return weight
@@ -124,20 +136,22 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _copy(path: Path, name: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    _check_dtype(path, name, tensor)
     if tensor.shape != parameter.shape:
         raise UserError(
             f"{path}: tensor {name} is {list(tensor.shape)}; "
             f"config.json asks for {list(parameter.shape)}"
         )
-    _check_floating(path, name, tensor)
     with torch.no_grad():
         parameter.copy_(tensor)
         _check_finite(path, name, parameter)
 
 
-def _check_floating(path: Path, name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise UserError(f"{path}: tensor {name} is {tensor.dtype}; expected floating point")
+def _check_dtype(path: Path, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise UserError(
+            f"{path}: tensor {name} is {tensor.dtype}; expected floating point of 8 to 64 bits"
+        )
 
 
 def _check_finite(path: Path, name: str, written: torch.Tensor) -> None:

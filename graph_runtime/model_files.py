@@ -27,8 +27,9 @@ def weight_files(folder: Path) -> list[Path]:
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(f"{index} is not an index of safetensors files") from error
         for name in names:
-            if Path(name).name != name or not (folder / name).is_file():
-                raise UserError(f"{index} names {name}, which is not in the folder")
+            if not _is_in(folder, name):
+                shown = ascii(name) if len(name) <= 80 else f"{name[:77]!a}..."
+                raise UserError(f"{index} names {shown}, which is not in the folder")
         return [folder / name for name in names]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
@@ -70,6 +71,14 @@ def tokenizer_hash(folder: Path) -> str:
         return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     except OSError as error:
         raise UserError(f"cannot read {folder / 'tokenizer.json'}: {error.strerror}") from error
+
+
+def _is_in(folder: Path, name: str) -> bool:
+    """Return whether `name` is that of a file of `folder`, and no path to elsewhere."""
+    try:
+        return Path(name).name == name and (folder / name).is_file()
+    except (OSError, ValueError):  # too long, a NUL in it, or no text at all
+        return False
 
 
 def _state(files: list[Path]) -> str:

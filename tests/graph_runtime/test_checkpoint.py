@@ -105,6 +105,17 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
         decoder_of(folder)
 
 
+def test_a_tensor_of_a_dtype_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    shape = load_file(folder / WEIGHTS)[K_PROJ].shape
+    packed = torch.zeros(shape[0], shape[1] // 2, dtype=torch.uint8)
+    rewrite(folder, **{K_PROJ: packed.view(torch.float4_e2m1fn_x2)})
+    with pytest.raises(
+        UserError, match=rf"tensor {K_PROJ} is torch\.float4_e2m1fn_x2; expected fl"
+    ):
+        decoder_of(folder)
+
+
 def test_an_integer_tensor_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "m")
     rewrite(folder, **{K_PROJ: torch.zeros(32, 64, dtype=torch.int8)})
@@ -176,6 +187,20 @@ def test_a_broken_index_is_one_clear_line(index: str, tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json"):
         weight_files(folder)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "bad\ud800name", "two\nlines", "nul\0", ".."])
+def test_a_name_in_an_index_that_no_file_can_have_is_one_line_of_text(
+    name: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    index = {"weight_map": {K_PROJ: name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="which is not in the folder") as caught:
+        weight_files(folder)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(folder))
+    str(caught.value).encode("utf-8")
 
 
 def test_the_hash_follows_the_content_and_nothing_else(tmp_path: Path) -> None:
