@@ -154,6 +154,7 @@ def _open(source: Eagle3Source) -> _Files:
     content = read_config_object(source.folder / "config.json")
     by_stored_name = stored_tensors(source.folder)
     try:
+        _check_elements(by_stored_name)
         layout = find_layout(content, by_stored_name)
         names = network_names(layout, by_stored_name)
         stored = {name: by_stored_name[names[name]] for name in names}
@@ -178,6 +179,19 @@ def _read_target(folder: Path) -> DecoderConfig:
         return read_config(folder)
     except UserError as error:
         raise UserError(f"target {folder}: {error}") from error
+
+
+def _check_elements(stored: dict[str, StoredTensor]) -> None:
+    """Refuse files without tensors and tensors without elements: no layout has either.
+
+    Raises:
+        UserError: names the first such tensor and its shape.
+    """
+    if not stored:
+        raise UserError("its safetensors hold no tensors")
+    for name, tensor in sorted(stored.items()):
+        if 0 in tensor.shape:
+            raise UserError(f"tensor {name} is {list(tensor.shape)}, without elements")
 
 
 def _check_names(config: Eagle3Config, stored: dict[str, StoredTensor]) -> None:

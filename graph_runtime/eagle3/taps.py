@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graph_runtime.architecture import DecoderConfig
+from graph_runtime.architecture import MOST, DecoderConfig
 from graph_runtime.config_values import refused
 from graph_runtime.limits import default_tap_layers
 from splitspec.errors import UserError
@@ -36,7 +36,7 @@ def stated_tap_layers(
                 "number layers differently; give --tap-layers"
             )
     if layout == "speculators":
-        ids = _ids(IDS, top.get(IDS))
+        ids = _ids(IDS, top.get(IDS), first=1)
         if ids and ids[0] == 0:
             raise refused(IDS, list(ids), "layers from 1: 0 is the embedding's output, no layer's")
         return None if ids is None else tuple(i - 1 for i in ids)
@@ -113,14 +113,19 @@ def _last_layer(override: tuple[int, ...] | None, target: DecoderConfig | None) 
     return last
 
 
-def _ids(key: str, value: object) -> tuple[int, ...] | None:
+def _ids(key: str, value: object, *, first: int = 0) -> tuple[int, ...] | None:
+    """Return a list of layers, whose lowest has the number `first`; None: there is none.
+
+    NOTE: `first` - 1 passes: the caller has more to say about the embedding's output.
+    """
     if value is None:
         return None
+    most = first + MOST["num_hidden_layers"] - 1
     whole = isinstance(value, list) and all(
-        isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= most for i in value
     )
     if not isinstance(value, list) or not whole or not value or value != sorted(set(value)):
         if key.startswith("--"):
-            raise UserError(f"{key} is {value!r}; expected ascending layers from 0")
-        raise refused(key, value, "a list of ascending layers, or null")
+            raise UserError(f"{key} is {value!r}; expected ascending layers in [0, {most}]")
+        raise refused(key, value, f"a list of ascending layers in [{first}, {most}], or null")
     return tuple(value)

@@ -91,6 +91,12 @@ def read_target_ids(
             raise UserError(
                 f"missing tensor d2t: {_HEAD} has {head_rows} rows for {vocabulary} target ids"
             )
+        known = _known(t2d, vocabulary)
+        if known is not None and not known.all():
+            raise UserError(
+                f"tensor t2d marks {int(known.sum())} of {vocabulary} target ids, and there is no "
+                "d2t; expected all of them"
+            )
         return None
     if d2t.dtype != torch.int64 or list(d2t.shape) != [head_rows]:
         raise UserError(

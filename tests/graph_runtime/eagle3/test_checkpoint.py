@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,38 @@ def test_a_weight_that_is_not_finite_is_refused_and_named(
 def test_a_weight_that_is_no_floating_point_is_refused(target: Path, tmp_path: Path) -> None:
     folder = written(tmp_path, **{Q_PROJ: torch.zeros(64, 128, dtype=torch.int8)})
     with pytest.raises(UserError, match=rf"tensor {Q_PROJ} is torch\.int8"):
+        load(folder, target)
+
+
+def test_a_weight_of_a_dtype_that_cannot_be_read_is_refused(target: Path, tmp_path: Path) -> None:
+    halves = torch.zeros(64, 64, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    folder = written(tmp_path, **{Q_PROJ: halves})
+    with pytest.raises(
+        UserError, match=rf"tensor {Q_PROJ} is torch\.float4_e2m1fn_x2; expected fl"
+    ):
+        load(folder, target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_weights_of_more_or_fewer_bits_are_read(
+    dtype: torch.dtype, target: Path, tmp_path: Path
+) -> None:
+    half = torch.full((64, 128), 0.5)
+    folder = written(tmp_path, **{Q_PROJ: half.to(dtype)})
+    read = load(folder, target).tensors["layer.self_attn.q_proj.weight"]
+    assert torch.equal(read, half)
+
+
+@pytest.mark.parametrize("name", [HEAD, EMBEDDING, "norm.weight", "fc.weight", "d2t", "t2d"])
+def test_a_tensor_without_elements_is_refused_and_named(
+    name: str, target: Path, tmp_path: Path
+) -> None:
+    shape = {HEAD: (0, 64), EMBEDDING: (0, 64), "fc.weight": (64, 0)}.get(name, (0,))
+    folder = written(tmp_path, **{name: torch.zeros(shape)})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "draft_vocab_size": None}))
+    said = re.escape(f"tensor {name} is {list(shape)}, without elements")
+    with pytest.raises(UserError, match=said):
         load(folder, target)
 
 

@@ -634,5 +634,5 @@ def test_a_choice_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_file_without_tensors_is_said_to_hold_none(tmp_path: Path) -> None:
     folder = written(tmp_path)
     save_file({}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"draft: \S*model.safetensors holds no tensors"):
+    with pytest.raises(UserError, match="draft: its safetensors hold no tensors"):
         read(folder)

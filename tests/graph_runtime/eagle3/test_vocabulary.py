@@ -146,6 +146,27 @@ def test_a_map_that_changes_nothing_is_dropped() -> None:
         assert read(d2t, t2d, rows=30) is None
 
 
+@pytest.mark.parametrize(
+    ("t2d", "said"),
+    [
+        (torch.ones(300), r"t2d is \[300\] torch.float32; expected \[300\] torch.bool"),
+        (torch.ones(299, dtype=torch.bool), r"t2d is \[299\]"),
+        (torch.arange(300) < 299, "t2d marks 299 of 300 target ids, and there is no d2t"),
+        (torch.zeros(300, dtype=torch.bool), "t2d marks 0 of 300"),
+    ],
+)
+def test_t2d_alone_in_a_full_vocabulary_has_to_mark_every_id(
+    t2d: torch.Tensor, said: str, target: Path, tmp_path: Path
+) -> None:
+    weights = random_weights(1, draft_vocab_size=None)
+    folder = write_draft(
+        tmp_path / "d", layout="specforge", weights=weights, tensors={"d2t": None, "t2d": t2d}
+    )
+    with pytest.raises(UserError, match=said):
+        load(folder, target)
+    assert read(None, torch.ones(30, dtype=torch.bool), rows=30) is None
+
+
 def test_a_full_vocabulary_in_another_order_is_refused() -> None:
     d2t = torch.zeros(30, dtype=torch.int64)
     d2t[0], d2t[1] = 1, -1
