@@ -35,7 +35,10 @@ class NoDrafter:
     """The lane of a coordinator that has no drafter."""
 
     row_kind = rows_pb2.ROW_KIND_NONE
-    needs_replay = False
+
+    def needs_replay(self, session: Session) -> bool:  # noqa: ARG002
+        """Return that nothing lacks rows."""
+        return False
 
     def open(self, session: Session) -> None:
         """Do nothing."""
@@ -68,6 +71,8 @@ class RemoteDrafter:
         """What the drafter holds once it has run every item that was sent."""
         self._rows: list[rows_pb2.Rows] = []
         """Rows of the positions from `_context_length` on."""
+        self._lacks_rows = False
+        """Whether the slot was taken amid an answer: only a replay brings the rows before it."""
         self._outstanding: set[Answer] = set()
         self._late: Answer | None = None
         self._retry_at = 0.0
@@ -75,27 +80,34 @@ class RemoteDrafter:
 
     @property
     def row_kind(self) -> rows_pb2.RowKind:
-        """Return the rows that the drafter wants; none while it is lost."""
+        """Return the rows that the slot takes; none while there is no slot."""
         model = self._link.model
-        return model.row_kind if self._link.connected else rows_pb2.ROW_KIND_NONE
+        return model.row_kind if self._attached else rows_pb2.ROW_KIND_NONE
 
-    @property
-    def needs_replay(self) -> bool:
-        """Return whether the drafter is back, but lacks rows of positions committed before."""
-        return (
-            not self._attached
-            and self.row_kind != rows_pb2.ROW_KIND_NONE
-            and monotonic() >= self._retry_at
-        )
+    def needs_replay(self, session: Session) -> bool:
+        """Return whether a slot was granted that lacks rows of positions committed before.
+
+        A drafter that is full refuses it first: then a replay would be for nothing.
+        """
+        granted = self._attached and not self._outstanding  # a refusal would have lost the slot
+        return granted and self._lacks_rows and self._room(session) > 0
 
     @property
     def _attached(self) -> bool:
         return bool(self._session) and self._link.connected and self._epoch == self._link.epoch
 
     def open(self, session: Session) -> None:
-        """Take a fresh slot, if the drafter is there. Does not wait."""
+        """Take a fresh slot, if the drafter is there and long enough. Does not wait.
+
+        A slot that waits for this replay is fresh and stays.
+        """
+        if not (self._attached and self._lacks_rows and self._room(session) > 0):
+            self._take_slot(session)
+        self._lacks_rows = False
+
+    def _take_slot(self, session: Session) -> None:
         self.release()
-        if not self._link.connected or monotonic() < self._retry_at:
+        if not self._link.connected or monotonic() < self._retry_at or self._room(session) < 1:
             return
         self._epoch = self._link.epoch
         self._session = self._link.new_session()
@@ -108,13 +120,17 @@ class RemoteDrafter:
         self._send(Rank.OPEN, item, 0)
 
     def keep(self, rows: rows_pb2.Rows | None) -> None:
-        """Take the rows of newly committed positions, to send with the next item."""
-        if rows is not None and self._session:
+        """Take the rows of newly committed positions, to send with the next item.
+
+        Without a slot that they can go to they are dropped: nothing would ever empty the list.
+        """
+        takes_rows = self.row_kind != rows_pb2.ROW_KIND_NONE and not self._lacks_rows
+        if takes_rows and rows is not None:
             self._rows.append(rows)
 
     def extend(self, session: Session) -> None:
         """Send the positions committed since, without waiting for the answer."""
-        if self._attached and self._fits(session, 0):
+        if self._attached:
             self._send_draft(session, 0, session.prefill_span)
 
     async def draft(self, session: Session, count: int) -> list[int]:
@@ -125,10 +141,16 @@ class RemoteDrafter:
         if self._late is not None and not self._late.done():
             return []
         self._late = None
-        if not self._attached and self.row_kind == rows_pb2.ROW_KIND_NONE:
-            self.open(session)  # token ids alone bring it up to date
-        count = min(count, self._link.model.max_draft_count) if self._attached else 0
-        if count < 1 or not self._fits(session, count):
+        if count > 0 and not self._attached:
+            self._take_slot(session)
+            self._lacks_rows = self.row_kind != rows_pb2.ROW_KIND_NONE
+        if not self._attached:
+            return []
+        room = self._room(session)
+        if room < 1:
+            self.release()  # for good: contexts only grow
+        count = min(count, room, self._link.model.max_draft_count)
+        if count < 1 or self._lacks_rows:
             return []
         span = session.tracing.start(SPAN_DRAFT, parent=session.span.traceparent)
         try:
@@ -150,11 +172,16 @@ class RemoteDrafter:
         self._session = 0
         self._context_length = 0
         self._rows = []
+        self._lacks_rows = False
         self._late = None
 
-    def _fits(self, session: Session, count: int) -> bool:
+    def _room(self, session: Session) -> int:
+        """Return how many draft tokens the drafter's context holds after the pending token.
+
+        Counted from where prefill ends, it is the same before, while and after a replay runs.
+        """
         longest: int = self._link.model.max_context_length
-        return session.committed_length + 1 + count <= longest
+        return longest - session.prefill_end - 1
 
     async def _ask(self, session: Session, count: int, span: Span) -> list[int]:
         context_length = session.committed_length

@@ -50,14 +50,13 @@ class DrafterLane(Protocol):
 
     @property
     def row_kind(self) -> rows_pb2.RowKind:
-        """Return the rows it wants now; ROW_KIND_NONE while it is lost."""
+        """Return the rows it wants now; ROW_KIND_NONE while it has no slot."""
 
-    @property
-    def needs_replay(self) -> bool:
-        """Return whether it is back, and lacks rows that only a replay brings."""
+    def needs_replay(self, session: Session) -> bool:
+        """Return whether it has a slot again that lacks rows which only a replay brings."""
 
     def open(self, session: Session) -> None:
-        """Take a fresh slot; an older one is given back."""
+        """Take a fresh slot, if it can; an older one that holds something is given back."""
 
     def keep(self, rows: rows_pb2.Rows | None) -> None:
         """Take newly committed rows, to send with the next item."""
@@ -75,8 +74,8 @@ async def generate(
     """Run `session` until `emit` says why it ends."""
     finish = emit(await prefill(session, verifier, drafter))
     while finish is None:
-        if drafter.needs_replay:
-            session.restart("drafter_lost")
+        if drafter.needs_replay(session):
+            session.restart("drafter_back")
             await prefill(session, verifier, drafter)
         started = perf_counter()
         try:

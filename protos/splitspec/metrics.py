@@ -24,7 +24,7 @@ from splitspec.errors import UserError
 ROUND_PHASES = ("draft", "verify", "wire", "coordinator")
 STEP_PHASES = ("queue", "device", "copy")
 WIRE_KINDS = ("draft_request", "draft_response", "verify_request", "verify_response")
-REPLAY_CAUSES = ("verifier_lost", "verifier_length", "drafter_lost")
+REPLAY_CAUSES = ("verifier_lost", "verifier_length", "drafter_back")
 
 _FAST = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SLOW = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
