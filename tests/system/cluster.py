@@ -168,7 +168,7 @@ class Cluster:
         variant: str | None = None,
         wait: bool = True,
     ) -> None:
-        """Start an EAGLE-3 drafter in plain torch, or a variant of it (tests/eagle3_drafters.py).
+        """Start an EAGLE-3 drafter, or a variant of it (tests/eagle3_drafters.py).
 
         Without another `target` it drafts for the cluster's model.
         """
@@ -176,7 +176,7 @@ class Cluster:
         if variant is not None:
             report = str(self.folder / f"{name}.jsonl")
             module = [str(ROOT / "tests" / "eagle3_drafters.py"), variant, report]
-        command = [sys.executable, *module, "serve", "--draft", "eagle3", "--runtime", "torch"]
+        command = [sys.executable, *module, "serve", "--draft", "eagle3"]
         command += ["--draft-model", str(head), "--target", str(target or self.model)]
         command += ["--cache-dir", str(self.cache_dir), "--address", self.address(name), *flags]
         self.start(name, command, wait=wait)

@@ -15,9 +15,10 @@ RUNTIMES = {
     "torch": ["--runtime", "torch", "--precision", "fp32"],
     "executorch": ["--runtime", "executorch", "--precision", "8da8w"],
 }
-EAGLE3_VERIFIER = ["--runtime", "torch", "--precision", "fp32", "--slot-count", "18"]
+EAGLE3_VERIFIER = [*RUNTIMES["torch"], "--slot-count", "18"]
 EAGLE3_VERIFIER += ["--max-context-length", "128", "--max-prefill-chunk", "32"]
-EAGLE3_FLAGS = ["--slot-count", "10", "--max-context-length", "128", "--draft-sampling", "coupled"]
+EAGLE3_FLAGS = [*RUNTIMES["torch"], "--slot-count", "10", "--max-context-length", "128"]
+EAGLE3_FLAGS += ["--draft-sampling", "coupled"]
 
 
 @pytest.fixture(scope="session")

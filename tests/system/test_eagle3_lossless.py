@@ -104,10 +104,12 @@ def served(tmp_path_factory: pytest.TempPathFactory, program_cache: Path) -> Ite
             flags = [*EAGLE3_FLAGS, "--rows", rows]
             cluster.start_eagle3(drafter, heads[head], *flags, wait=False)
         flags = [*EAGLE3_FLAGS, "--rows", "fused"]
+        program = [*flags, "--runtime", "executorch"]  # the last --runtime counts
+        cluster.start_eagle3("copy-program", heads["copy"], *program, wait=False)
         own = "own-features"
         cluster.start_eagle3(own, heads["copy"], *flags, variant=own, wait=False)
         cluster.wait_all_serving()
-        for drafter, head in {**drafters, own: "copy"}.items():
+        for drafter, head in {**drafters, "copy-program": "copy", own: "copy"}.items():
             cluster.start_coordinator(
                 drafter, "--draft-seconds", "60", verifier=verifiers[head], wait=False
             )
@@ -140,6 +142,16 @@ def test_l4_e1_the_copying_head_emits_k_plus_1_of_the_targets_tokens_a_round(
         for statistics in answered:
             assert list(statistics.acceptance_length_counts) == [0] * draft_count + [rounds]
             assert statistics.mean_acceptance_length == draft_count + 1
+
+
+@pytest.mark.parametrize("draft_count", range(1, 8))
+def test_l4_e1_the_copying_head_as_an_executorch_program_emits_k_plus_1_tokens_a_round(
+    served: Served, draft_count: int
+) -> None:
+    tokens = token_count(draft_count)
+    rounds = (tokens - 1) // (draft_count + 1)
+    for statistics in served.answers("copy-program", draft_count, tokens):
+        assert list(statistics.acceptance_length_counts) == [0] * draft_count + [rounds]
 
 
 @pytest.mark.parametrize("draft_count", range(1, 8))
