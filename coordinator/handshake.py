@@ -101,14 +101,21 @@ def _name(enum: Any, value: int) -> str:
 def _equal(field: str, peer: str, value: Any, wanted: Any, whose: str = "coordinator") -> None:
     if value != wanted:
         shown, expected = _shown(value), _shown(wanted)
+        mend = f"; {_MENDS[field]}" if whose == "verifier" and field in _MENDS else ""
         raise ModelMismatch(
-            f"{field}: the {peer} has {shown}, {_OWNER[whose]} {expected}",
+            f"{field}: the {peer} has {shown}, {_OWNER[whose]} {expected}{mend}",
             field=field,
             value=shown,
             expected=expected,
         )
 
 
+_MENDS = {
+    "row_kind": "give the verifier --fuse-for, or the drafter --rows raw",
+    "fused_model_hash": "give the verifier --fuse-for with the drafter's --draft-model",
+    "tap_layers": "give the verifier --tap-layers or --fuse-for",
+    "row_dtype": "give the drafter --row-dtype",
+}
 _OWNER = {
     "coordinator": "the coordinator",
     "verifier": "the verifier",

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import grpc
 from rich.console import Console
 from rich.text import Text
 
@@ -23,11 +24,16 @@ from coordinator.launch import (
     new_log_dir,
     services,
 )
+from splitspec.channels import CLIENT_OPTIONS
 from splitspec.errors import UserError
 from splitspec.folders import model_folder
+from splitspec.v1 import generation_pb2, generation_pb2_grpc
 
 READY_SECONDS = 600.0
 """Model services that have to export their programs first need minutes on a slow machine."""
+CONNECT_SECONDS = 5.0
+"""How long a coordinator may need to find a drafter that serves; it tries every 0.2 s."""
+CONNECT_POLL_SECONDS = 0.02
 QUIET_SECONDS = 15.0
 """How often a wait is mentioned where there is no terminal to redraw."""
 PULL_USER_ERROR = 2
@@ -127,8 +133,25 @@ def run_prompt(question: Question, config: RunConfig) -> None:
             on_wait=waiting.show,
         ) as children,
     ):
+        if config.draft != "none":
+            _wait_for_drafter(children[-1].command.address)
         waiting.stop()
         _answer(question, config, children[-1].command.address)
+
+
+def _wait_for_drafter(address: str) -> None:
+    """Wait until the coordinator is connected to the drafter, which serves: an answer that began
+    before would have to be prefilled again. One that stays away is done without.
+    """
+    request = generation_pb2.GenerationGetModelRequest()
+    give_up = time.monotonic() + CONNECT_SECONDS
+    with grpc.insecure_channel(address, CLIENT_OPTIONS) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        while time.monotonic() < give_up:
+            with suppress(grpc.RpcError):
+                if stub.GetModel(request, timeout=CONNECT_SECONDS).draft_method:
+                    return
+            time.sleep(CONNECT_POLL_SECONDS)
 
 
 def service_commands(config: RunConfig, sockets: Path) -> list[ServiceCommand]:

@@ -32,8 +32,8 @@ def stated_tap_layers(
     for key, value in places.items():
         if key not in (own, IDS) and value is not None:
             raise UserError(
-                f"config.json: {key} states tap layers where a {layout} file has {own}, and the two "
-                "number layers differently; give --tap-layers"
+                f"config.json: {key} states tap layers where a {layout} file has {own}, and the "
+                "two number layers differently; give --tap-layers"
             )
     if layout == "speculators":
         ids = _ids(IDS, top.get(IDS), first=1)

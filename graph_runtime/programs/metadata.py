@@ -110,7 +110,10 @@ def read_keys(kind: type[AnyMetadata], program: Program, path: Path) -> AnyMetad
     for field in fields(kind):  # type: ignore[arg-type]
         method = f"get_{field.name}"
         if method not in program.method_names:
-            raise UserError(f"program {path} lacks the metadata key {method}: export it again")
+            raise UserError(
+                f"program {path} lacks the metadata key {method}: export it again, if it is of "
+                "this kind"
+            )
         loaded = program.load_method(method)
         assert loaded is not None, method
         found = list(loaded.execute([]))

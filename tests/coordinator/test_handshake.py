@@ -101,9 +101,15 @@ def test_a_drafter_of_fused_rows_fits_the_verifier_that_fuses_for_it() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_hash": "d2"}, "^fused_model_hash: the drafter has d2, the verifier d1$"),
-        ({"model_hash": ""}, "^fused_model_hash: the drafter has none, the verifier d1$"),
-        ({"tap_layers": [1, 3]}, r"^tap_layers: the drafter has \[1, 3\], the verifier \[1, 2\]$"),
+        (
+            {"model_hash": "d2"},
+            "^fused_model_hash: the drafter has d2, the verifier d1; give .* --fuse-for",
+        ),
+        ({"model_hash": ""}, "^fused_model_hash: the drafter has none, the verifier d1; give"),
+        (
+            {"tap_layers": [1, 3]},
+            r"^tap_layers: the drafter has \[1, 3\], the verifier \[1, 2\]; give",
+        ),
         ({"row_width": 8}, "^row_width: the drafter has 8, the verifier 4$"),
     ],
 )
@@ -116,12 +122,17 @@ def test_a_drafter_of_fused_rows_of_another_draft_or_shape_is_refused(
 
 def test_a_verifier_that_fuses_for_nobody_is_told_as_the_kinds_that_it_offers() -> None:
     offered = "ROW_KIND_NONE, ROW_KIND_RAW_TAPS"
-    message = f"^row_kind: the drafter has ROW_KIND_FUSED, the verifier {offered}$"
+    message = (
+        f"^row_kind: the drafter has ROW_KIND_FUSED, the verifier {offered}; "
+        "give the verifier --fuse-for, or the drafter --rows raw$"
+    )
     with pytest.raises(ModelMismatch, match=message):
         check_pair(_draft(**FUSED_DRAFT), _target())
     # It names a kind and no draft, which no verifier of ours does: nobody's rows are for us.
     nameless = {**FUSED_TARGET, "fused_model_hash": ""}
-    with pytest.raises(ModelMismatch, match=r"^fused_model_hash: .* has d1, the verifier none$"):
+    with pytest.raises(
+        ModelMismatch, match=r"^fused_model_hash: .* has d1, the verifier none; give"
+    ):
         check_pair(_draft(**FUSED_DRAFT), _target(**nameless))
 
 
