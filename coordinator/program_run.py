@@ -107,8 +107,9 @@ class ProgramRun:
         ids = set(text.eos_token_ids)
         if self.stop_ids is not None:
             parts = [part.strip() for part in self.stop_ids.split(",") if part.strip()]
-            if not all(part.isascii() and part.isdigit() for part in parts):
-                raise UserError(f'--stop-ids {self.stop_ids!r}: expected token ids, "1,50,106"')
+            if not all(part.isascii() and part.isdigit() and len(part) <= 9 for part in parts):
+                shown = self.stop_ids if len(self.stop_ids) <= 80 else f"{self.stop_ids[:77]}..."
+                raise UserError(f'--stop-ids {shown!r}: expected token ids, "1,50,106"')
             ids = {int(part) for part in parts}
         for stop in self.stop_token:
             check_unicode("stop token", stop)
