@@ -211,16 +211,18 @@ def ensure_program(config: DrafterConfig) -> Path:
     """Return the path of the draft's program in the cache, exported now if it is not there.
 
     Raises:
-        UserError: what is wrong with the checkpoint, the target or a flag.
+        UserError: what is wrong with the checkpoint, the target, a flag or the program.
     """
     with needing_executorch():
-        from graph_runtime.programs import ensure_draft_program
-    return ensure_draft_program(
+        from graph_runtime.programs import check_digest, ensure_draft_program
+    path = ensure_draft_program(
         _source(config),
         precision=config.chosen_precision,
         cache_dir=config.cache_dir.expanduser(),
         max_context_length=config.chosen_context_length,
     )
+    check_digest(path)
+    return path
 
 
 def _source(config: DrafterConfig) -> Eagle3Source:

@@ -99,6 +99,7 @@ def export_speculator(
     from graph_runtime.load import needing_executorch
 
     with needing_executorch():
+        from graph_runtime.programs import check_digest
         from graph_runtime.programs.speculator_export import ensure_speculator
     source = Eagle3Source(
         folder=model_folder(draft_model, cache_dir),
@@ -116,6 +117,7 @@ def export_speculator(
         max_context_length=max_context_length,
         max_prefill_chunk=max_prefill_chunk,
     )
+    check_digest(path)
     typer.echo(path if output is None else _copied(path, output.expanduser()))
 
 
@@ -131,15 +133,23 @@ def speculate(
 
 
 def _copied(path: Path, output: Path) -> Path:
-    partial = output.with_name(f"{output.name}.partial")
-    try:
-        shutil.copyfile(path, partial)
-        partial.replace(output)
-    except OSError as error:
-        raise UserError(f"cannot write program {output}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    """Copy a program and its digest, by which a damaged copy is known."""
+    if output.suffix == ".sha256":
+        raise UserError(f"--output {output}: a program's digest is called so; expected x.pte")
+    for source, copy in ((path, output), (_digest(path), _digest(output))):
+        partial = copy.with_name(f"{copy.name}.partial")
+        try:
+            shutil.copyfile(source, partial)
+            partial.replace(copy)
+        except OSError as error:
+            raise UserError(f"cannot write program {copy}: {error.strerror or error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
     return output
+
+
+def _digest(program: Path) -> Path:
+    return program.with_suffix(".sha256")
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ def export_target(
     folder = model_folder(config.model, config.cache_dir)
     fusion = load_draft_fusion(config, folder)
     with needing_executorch():
-        from graph_runtime.programs import ensure_program
+        from graph_runtime.programs import check_digest, ensure_program
     path = ensure_program(
         folder=folder,
         precision=config.chosen_precision,
@@ -134,6 +134,7 @@ def export_target(
         max_context_length=config.max_context_length,
         max_prefill_chunk=config.max_prefill_chunk,
     )
+    check_digest(path)
     typer.echo(path)
 
 

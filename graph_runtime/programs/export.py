@@ -81,10 +81,14 @@ def check_digest(path: Path) -> None:
     """Compare a program with the digest that was written with it.
 
     Raises:
-        UserError: it cannot be read, is truncated, or has changed since it was written.
+        UserError: it cannot be read, is truncated, or has changed since it was written; or its
+            digest is gone.
     """
+    beside = path.with_suffix(".sha256")
+    if path.is_file() and not beside.is_file():
+        raise UserError(f"program {path} has no digest beside it: delete it to export it again")
     try:
-        digest = path.with_suffix(".sha256").read_text(encoding="ascii").strip()
+        digest = beside.read_text(encoding="ascii", errors="replace").strip()
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -104,6 +105,7 @@ def test_raw_text_a_shorter_chain_and_stop_ids(
         (("--bos-id", 300), "token id 300 of the prompt is not in 0..299"),
         (("--stop-token", "two tokens"), "--stop-token 'two tokens' is "),
         (("--stop-ids", "1;2"), "--stop-ids '1;2': expected token ids"),
+        (("--stop-ids", "9" * 5000), "--stop-ids '999"),
         (("--draft", "ngram"), "--draft does not go with --program"),
         (("--temperature", 0), "--temperature does not go with --program"),
         (("--compare",), "--compare does not go with --program"),
@@ -259,11 +261,56 @@ def test_the_export_verb_prints_where_the_copy_is(
     done = splitspec(*verb, "--output", output)
     assert (done.returncode, done.stdout) == (0, f"{output}\n"), done.stderr
     assert output.read_bytes() == program.read_bytes()
+    digest = hashlib.sha256(program.read_bytes()).hexdigest()
+    assert output.with_suffix(".sha256").read_text() == digest
     assert splitspec(*verb).stdout == f"{program}\n"
     wrong = splitspec(*verb, "--chain", 8)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: chain is 8; expected 1 to 7")
     assert wrong.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def copy(program: Path, tmp_path: Path) -> Path:
+    """Return a copy of the program, without its digest."""
+    path = tmp_path / "copy.pte"
+    path.write_bytes(program.read_bytes())
+    return path
+
+
+def test_a_damaged_copy_is_refused_by_the_digest_beside_it(
+    copy: Path, program: Path, model: Path
+) -> None:
+    data = bytearray(copy.read_bytes())
+    data[-len(data) // 4] ^= 1  # a weight: nothing but the digest tells
+    copy.write_bytes(data)
+    copy.with_suffix(".sha256").write_text(program.with_suffix(".sha256").read_text())
+    done = splitspec("run", "--program", copy, "--model", model, QUESTION)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f"program {copy} is corrupt or truncated" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_damaged_program_in_the_cache_is_not_handed_out(
+    program: Path, model: Path, head: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    (cache / "programs").mkdir(parents=True)
+    path = cache / "programs" / program.name
+    path.write_bytes(program.read_bytes()[:-1])
+    output = tmp_path / "out.pte"
+    precision = ("--precision", "fp32", "--draft-precision", "fp32")
+    limits = ("--max-context-length", 80, "--max-prefill-chunk", CHUNK)
+    flags = ("--model", model, "--draft-model", head, *precision, *limits)
+    verb = ("export", "speculator", *flags, "--cache-dir", cache, "--output", output)
+    for digest, said in ((None, "has no digest beside it"), ("0" * 64, "is corrupt or truncated")):
+        if digest is not None:
+            path.with_suffix(".sha256").write_text(digest)
+        done = splitspec(*verb)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert f"program {path} {said}" in done.stderr
+        assert "delete it to export it again" in done.stderr
+        assert not output.exists()
 
 
 @pytest.mark.parametrize("request_line", ["x", "{}", '{"token_ids": ["a"], "max_tokens": 1}'])

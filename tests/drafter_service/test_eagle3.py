@@ -418,24 +418,34 @@ def test_what_cannot_be_loaded_is_one_line(pair: Pair, fields: dict[str, Any], n
 
 
 def test_export_passes_its_flags_on_and_prints_the_programs_path(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     programs = pytest.importorskip("graph_runtime.programs")
+    write_program = programs.export.write_program
     from drafter_service.__main__ import export_eagle3
 
     asked: list[tuple[Any, dict[str, Any]]] = []
+    program = tmp_path / "draft.pte"
+    write_program(program, b"a program")
 
     def ensure(source: Any, **flags: Any) -> Path:
         asked.append((source, flags))
-        return Path("/programs/draft.pte")
+        return program
 
     monkeypatch.setattr(programs, "ensure_draft_program", ensure)
     export = partial(export_eagle3, draft_model=pair.draft, cache_dir=Path("/c"))
     export(target=str(pair.target), precision="fp32", max_context_length=64, feedback="pre-norm")
     export()
-    assert capsys.readouterr().out.splitlines() == ["/programs/draft.pte"] * 2
+    assert capsys.readouterr().out.splitlines() == [str(program)] * 2
     (source, flags), (plain, defaults) = asked
     assert (source.folder, source.target, source.feedback) == (pair.draft, pair.target, "pre-norm")
     assert flags == {"precision": "fp32", "cache_dir": Path("/c"), "max_context_length": 64}
     assert plain.target is None
     assert defaults == {"precision": "8da8w", "cache_dir": Path("/c"), "max_context_length": 1024}
+    program.write_bytes(b"a progran")
+    with pytest.raises(UserError, match="is corrupt or truncated: delete it to export it again"):
+        export()
+    assert capsys.readouterr().out == ""

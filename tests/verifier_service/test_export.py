@@ -36,7 +36,7 @@ def test_the_path_of_a_program_that_is_there_is_printed_and_the_program_not_load
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(_source: Any, path: Path, *_others: Any) -> None:
-        path.write_bytes(b"no program that could be loaded")
+        export.write_program(path, b"no program that could be loaded")
 
     monkeypatch.setattr(export, "_export", write)
     model = write_tiny_model(tmp_path / "tiny")
@@ -50,12 +50,18 @@ def test_the_path_of_a_program_that_is_there_is_printed_and_the_program_not_load
     )
     done = export_target(model, tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{path}\n"), done.stderr
+    path.write_bytes(b"no program that was exported")
+    done = export_target(model, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: program {path} is corrupt or truncated: delete it to" in done.stderr
 
 
 def test_the_program_of_a_target_that_fuses_for_a_draft_is_that_of_the_drafts_taps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "_export", lambda _source, path, *_: path.write_bytes(b"-"))
+    monkeypatch.setattr(
+        export, "_export", lambda _source, path, *_: export.write_program(path, b"-")
+    )
     model = write_tiny_model(tmp_path / "tiny")
     draft = write_draft(
         tmp_path / "draft", layout="specforge", weights=random_weights(0), tap_layers=(0, 1, 3)

@@ -197,6 +197,15 @@ def test_a_missing_program_is_refused(tmp_path: Path) -> None:
         open_program(tmp_path / "x.pte")
 
 
+def test_a_program_without_its_digest_is_refused_and_said_to_be(program_copy: Path) -> None:
+    program_copy.with_suffix(".sha256").unlink()
+    with pytest.raises(UserError, match=r"has no digest beside it: delete it to export it again"):
+        open_program(program_copy)
+    program_copy.with_suffix(".sha256").write_bytes(b"\xff" * 64)
+    with pytest.raises(UserError, match="corrupt or truncated"):
+        open_program(program_copy)
+
+
 def test_metadata_survives_the_program(program_copy: Path) -> None:
     metadata = read_metadata(open_program(program_copy), program_copy)
     assert metadata.precision == "8da8w"

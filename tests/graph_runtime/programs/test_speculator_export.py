@@ -104,6 +104,29 @@ def test_a_program_that_is_no_speculator_is_refused(
         Speculator(Without(program, "draft_decode"), metadata, path)
 
 
+class Broken:
+    """A program whose methods do not load."""
+
+    def __init__(self, program: Any) -> None:
+        self.method_names = program.method_names
+
+    def load_method(self, name: str) -> Any:
+        """Fail as the runtime does."""
+        raise RuntimeError(f"error 0x20: cannot load {name}")
+
+
+def test_a_program_whose_methods_do_not_load_is_one_line(
+    copy: tuple[Path, Path], program_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graph_runtime.programs import speculator_load
+
+    path = export(*copy, program_cache)
+    opened = speculator_load.open_program
+    monkeypatch.setattr(speculator_load, "open_program", lambda *a, **k: Broken(opened(*a, **k)))
+    with pytest.raises(UserError, match=r"program \S+pte is corrupt or of another runtime: error"):
+        speculator_load.load_speculator(path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
