@@ -92,10 +92,10 @@ def test_e19_trap_tap_ids_off_by_one_the_same_numbers_name_other_layers_in_specu
 @pytest.mark.parametrize(
     ("layout", "variant", "key"),
     [
-        ("speculators", {"nested": {IDS: [1, 3, 4]}}, f"eagle_config.{IDS}"),
+        ("speculators", {"config": {"eagle_config": {IDS: [1, 3, 4]}}}, f"eagle_config.{IDS}"),
         ("specforge", {"config": {"target_layer_ids": [1, 3, 4]}}, "target_layer_ids"),
         ("speculators", {"config": {"target_layer_ids": [1, 3, 4]}}, "target_layer_ids"),
-        ("deepspec", {"nested": {IDS: [1, 2, 3, 4, 5]}}, f"eagle_config.{IDS}"),
+        ("deepspec", {"config": {"eagle_config": {IDS: [1, 2, 3, 4, 5]}}}, f"eagle_config.{IDS}"),
     ],
 )
 def test_trap_tap_ids_where_another_layout_has_them_are_ambiguous(

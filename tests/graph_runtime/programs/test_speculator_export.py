@@ -48,7 +48,7 @@ def test_e12_a_missing_metadata_key_is_named(copy: tuple[Path, Path], program_ca
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("get_format_version", 2, "1 to 1"),
+        ("get_format_version", 1, "2 to 2"),
         ("get_chain_len", 8, "1 to 7"),
         ("get_max_prefill_chunk", 80, "1 to 79"),
         ("get_min_prefill_chunk", 41, "1 to 40"),
