@@ -13,6 +13,8 @@ from splitspec.errors import UserError
 
 _PADDINGS = (64, 128, 256, 512)
 """Exporters round a vocabulary up to a multiple of one of these."""
+_MANY = 1024
+"""No real vocabulary of so many ids lacks a neighbour of each."""
 _HEAD = "lm_head.weight"
 
 
@@ -110,6 +112,12 @@ def read_target_ids(
         return None
     ids = torch.arange(len(offsets)) + offsets
     problem = _problem(ids, known, vocabulary)
+    if problem is None and known is None and len(ids) >= _MANY and bool((offsets.diff() > 0).all()):
+        raise UserError(
+            f"tensor d2t rises at every one of its {len(ids)} entries, as a list of target ids "
+            "does: as offsets they would leave out a neighbour of each id; expected offsets to "
+            "target ids, or a t2d that confirms them"
+        )
     if problem is None:
         return ids
     if _problem(offsets, known, vocabulary) is None:

@@ -70,6 +70,26 @@ def test_trap_d2t_that_holds_ids_which_pass_for_offsets_is_told_by_t2d() -> None
         read(torch.tensor(ids), covered(ids, 30))
 
 
+def test_trap_many_ids_which_pass_for_offsets_are_refused_unless_t2d_confirms_them() -> None:
+    ids = torch.arange(1500) * 2 + 3
+
+    def target_ids(t2d: torch.Tensor | None) -> torch.Tensor | None:
+        return read_target_ids(ids, t2d, head_rows=1500, vocabulary=32000)
+
+    with pytest.raises(UserError, match="d2t rises at every one of its 1500 entries, as a list"):
+        target_ids(None)
+    meant = torch.arange(1500) + ids
+    marks = torch.zeros(32000, dtype=torch.bool)
+    marks[meant] = True
+    found = target_ids(marks)
+    assert found is not None
+    assert torch.equal(found, meant)
+    ids[700:] -= 2  # one pair of neighbours, as real vocabularies have by the thousand
+    found = target_ids(None)
+    assert found is not None
+    assert torch.equal(found, torch.arange(1500) + ids)
+
+
 def test_trap_d2t_missing_from_a_reduced_vocabulary_is_refused(
     target: Path, tmp_path: Path
 ) -> None:
