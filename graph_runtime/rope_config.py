@@ -52,14 +52,8 @@ def rope_from_config(config: dict[str, Any]) -> RopeScaling:
     parameters = {**_object(config, "rope_scaling"), **_object(config, "rope_parameters")}
     kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
     parameters.pop("type", None)
-    stated = config.get("rope_theta")
     if parameters.get("rope_theta") is None:
-        parameters["rope_theta"] = stated
-    elif stated is not None and stated != parameters["rope_theta"]:
-        raise UserError(
-            f"config.json: rope_theta is {stated!r} at the top level but "
-            f"{parameters['rope_theta']!r} among the RoPE parameters; expected one value"
-        )
+        parameters["rope_theta"] = config.get("rope_theta")
     # Yarn divides by its logarithm, and no model turns faster at higher dimensions.
     theta = number(parameters, "rope_theta", 10000.0, above=1.0)
     del parameters["rope_theta"]

@@ -126,8 +126,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         try:
             return await self._thread.call(partial(_run_step, engine, stream, items, draining))
         except EngineFailed as failure:
-            if self._lifecycle.failure is None:
-                logger.error("the engine failed", exc_info=failure)
             self._lifecycle.fail(failure)
             raise
 

@@ -271,6 +271,11 @@ def _rope(layer: Mapping[str, Any]) -> RopeScaling:
         for name in _NO_MROPE:
             parameters.pop(name, None)
         config[key] = parameters
+        theta, nested = layer.get("rope_theta"), parameters.get("rope_theta")
+        if theta is not None and nested is not None and theta != nested:
+            raise UserError(
+                f"config.json: rope_theta is {theta!r}, and {nested!r} in {key}; expected one value"
+            )
     return rope_from_config(config)
 
 

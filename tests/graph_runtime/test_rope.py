@@ -10,7 +10,6 @@ import torch
 from graph_runtime.decoder import rotate
 from graph_runtime.rope import rope_tables
 from graph_runtime.rope_config import RopeScaling, rope_from_config
-from splitspec.errors import UserError
 
 D = 16
 THETA = 10000.0
@@ -100,11 +99,3 @@ def test_a_rotated_product_depends_on_the_distance_alone() -> None:
 
     assert product(20, 13) == pytest.approx(product(57, 50), abs=1e-4)
     assert abs(product(20, 13) - product(20, 12)) > 1e-3
-
-
-def test_two_thetas_that_differ_are_ambiguous() -> None:
-    config = {"rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500000.0}}
-    with pytest.raises(UserError, match=r"rope_theta is 10000.0 at the top level but 500000.0"):
-        rope_from_config(config)
-    config["rope_theta"] = 500000.0
-    assert rope_from_config(config).theta == 500000.0

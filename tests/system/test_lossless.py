@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from splitspec.v1 import generation_pb2 as pb
 from tests.system.cluster import Answer, Cluster
 
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "T 0.7 top-p 0.9": {"temperature": 0.7, "top_p": 0.9, "seed": 2**63 + 11},

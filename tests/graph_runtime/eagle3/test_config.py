@@ -636,3 +636,11 @@ def test_a_file_without_tensors_is_said_to_hold_none(tmp_path: Path) -> None:
     save_file({}, folder / "model.safetensors")
     with pytest.raises(UserError, match="draft: its safetensors hold no tensors"):
         read(folder)
+
+
+def test_two_rope_thetas_that_differ_are_ambiguous(tmp_path: Path) -> None:
+    both = {"rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500000.0}}
+    with pytest.raises(UserError, match=r"rope_theta is 10000.0, and 500000.0 in rope_parameters"):
+        read(written(tmp_path, config=both))
+    both["rope_theta"] = 500000.0
+    assert read(written(tmp_path, config=both)).rope.theta == 500000.0
