@@ -15,7 +15,7 @@ from graph_runtime.eagle3.checkpoint import (
 )
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.draft import Draft, DraftLengths
-from graph_runtime.eagle3.network import Fusion
+from graph_runtime.eagle3.network import Fusion, build_fusion
 from graph_runtime.eagle3.torch_draft import TorchDraft, build_network
 from graph_runtime.load import TORCH_DTYPES, needing_executorch, torch_device
 from splitspec.errors import UserError
@@ -134,7 +134,4 @@ def load_fusion_module(
     """
     place = torch_device(device)
     config, digest, tensors = load_fusion(source, cache_dir)
-    fusion = Fusion(config)
-    prefix = "fusion."
-    fusion.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items()})
-    return config, digest, fusion.to(place).eval().requires_grad_(False)
+    return config, digest, build_fusion(config, tensors).to(place)

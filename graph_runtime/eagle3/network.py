@@ -14,6 +14,8 @@ take the slots of many sessions at once. `attention` is handed in as in graph_ru
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.nn.utils import skip_init
@@ -71,6 +73,15 @@ class Fusion(nn.Module):
             rows = torch.cat([n(tap) for n, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
         assert self.fc is not None
         return self.fc(rows)
+
+
+def build_fusion(config: Eagle3Config, tensors: Mapping[str, torch.Tensor]) -> Fusion:
+    """Return the fusion with its weights, those of a checkpoint's `tensors` named `fusion.*`."""
+    fusion = Fusion(config)
+    prefix = "fusion."
+    own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    fusion.load_state_dict(own)
+    return fusion.eval().requires_grad_(False)
 
 
 class Eagle3Layer(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.draft import DraftLengths, DraftSpan
-from graph_runtime.eagle3.network import Fusion
+from graph_runtime.eagle3.network import build_fusion
 from graph_runtime.programs.executorch_runtime import Method, Program
 from graph_runtime.programs.metadata import DraftMetadata
 from graph_runtime.programs.program_target import load_method
@@ -39,7 +39,7 @@ class ProgramDraft:
         self._config = checkpoint.config
         self._model_hash = checkpoint.model_hash
         self._target_ids = checkpoint.target_ids
-        self._fusion = _fusion(checkpoint)
+        self._fusion = build_fusion(checkpoint.config, checkpoint.tensors)
         self._lengths = DraftLengths(slot_count, metadata.max_seq_len)
         self._slots = [SlotCache(metadata) for _ in range(slot_count)]
         self._masks = _masks(metadata)
@@ -172,19 +172,6 @@ def _masks(metadata: DraftMetadata) -> torch.Tensor:
     masks = torch.full((2 * capacity,), MASKED)
     masks[max(capacity - window, 0) if window else 0 : capacity] = 0
     return masks
-
-
-def _fusion(checkpoint: Eagle3Checkpoint) -> Fusion:
-    fusion = Fusion(checkpoint.config).eval()
-    prefix = "fusion."
-    fusion.load_state_dict(
-        {
-            name.removeprefix(prefix): tensor
-            for name, tensor in checkpoint.tensors.items()
-            if name.startswith(prefix)
-        }
-    )
-    return fusion.requires_grad_(False)
 
 
 def check_draft_fits(metadata: DraftMetadata, path: Path, wanted: dict[str, str]) -> None:
