@@ -53,7 +53,7 @@ MAX_DRAFT_COUNT = 7
 """What the verifier and the drafter allow as they are started here: their default."""
 DRAFT_COUNTS = {"eagle3": 4}
 """Method -> draft tokens a round where nobody says, if not the coordinator's default. An EAGLE-3
-draft costs a pass a token, and on a CPU a window of 8 rows costs 1.7 times one of 5, which costs
+draft costs a pass a token, and on a CPU a window of 8 rows costs 1.6 times one of 5, which costs
 little more than one row (benchmarks/LOG.md). ngram drafts no further than it has reason to."""
 SERVICE_MODULES = {
     "drafter": "drafter_service",
