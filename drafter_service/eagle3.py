@@ -214,8 +214,8 @@ def ensure_program(config: DrafterConfig) -> Path:
         UserError: what is wrong with the checkpoint, the target, a flag or the program.
     """
     with needing_executorch():
-        from graph_runtime.programs import check_digest, ensure_draft_program
-    path = ensure_draft_program(
+        from graph_runtime.programs import check_digest, ensure_eagle3_program
+    path = ensure_eagle3_program(
         _source(config),
         precision=config.chosen_precision,
         cache_dir=config.cache_dir.expanduser(),

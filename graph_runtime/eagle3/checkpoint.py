@@ -11,9 +11,11 @@ import torch
 from graph_runtime.architecture import DecoderConfig, read_config
 from graph_runtime.checkpoint import StoredTensor, stored_tensors
 from graph_runtime.config_values import boolean, read_config_object
+from graph_runtime.drafts.embeddings import choose_embedding
+from graph_runtime.drafts.source import DraftSource, check_choice
+from graph_runtime.drafts.vocabulary import is_padded, read_target_ids
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.config_reader import FEEDBACKS, read_eagle3_config, read_keys
-from graph_runtime.eagle3.embeddings import EMBEDDINGS, choose_embedding
 from graph_runtime.eagle3.layouts import (
     VOCABULARY,
     Shape,
@@ -22,7 +24,6 @@ from graph_runtime.eagle3.layouts import (
     network_names,
     stored_name,
 )
-from graph_runtime.eagle3.vocabulary import is_padded, read_target_ids
 from graph_runtime.model_files import model_hash, tokenizer_hash
 from splitspec.errors import UserError
 
@@ -37,16 +38,9 @@ _TARGET_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Source:
-    """What a user says about a draft checkpoint."""
+class Eagle3Source(DraftSource):
+    """What a user says about an EAGLE-3 checkpoint."""
 
-    folder: Path
-    target: Path | None = None
-    """HF-layout folder of the target."""
-    tap_layers: tuple[int, ...] | None = None
-    """0-based layer outputs, in place of the file's."""
-    embeddings: str = "auto"
-    """"auto", "own" or "target"."""
     feedback: str = "auto"
     """"auto", "pre-norm" or "post-norm"."""
 
@@ -56,12 +50,8 @@ class Eagle3Source:
         Raises:
             UserError: names the flag, its value and the choices.
         """
-        for flag, value, choices in (
-            ("--embeddings", self.embeddings, EMBEDDINGS),
-            ("--feedback", self.feedback, FEEDBACKS),
-        ):
-            if value not in choices:
-                raise UserError(f"{flag} is {value!r}; expected one of {', '.join(choices)}")
+        super().__post_init__()
+        check_choice("--feedback", self.feedback, FEEDBACKS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,15 @@ from typing import Any
 
 from graph_runtime.architecture import MOST, DecoderConfig
 from graph_runtime.config_values import boolean, integer, number, refused
+from graph_runtime.drafts.keys import head_dim, is_given, kv_heads, object_at, rope, size
+from graph_runtime.drafts.vocabulary import draft_vocab_size, vocab_size
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.layouts import Shape, refuse_other_methods
 from graph_runtime.eagle3.taps import resolve_tap_layers, stated_tap_layers
-from graph_runtime.eagle3.vocabulary import draft_vocab_size, vocab_size
-from graph_runtime.rope_config import RopeScaling, rope_from_config
 from splitspec.errors import UserError
 
 FEEDBACKS = ("auto", "pre-norm", "post-norm")
 _FC = "fusion.fc.weight"
-_NO_MROPE = ("mrope_section", "mrope_interleaved")
 _MODELOPT_ONLY = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -46,7 +45,7 @@ class Eagle3Keys:
         Raises:
             UserError: it is no flag, or the two places disagree.
         """
-        stated = {boolean(place, key) for place in (self.top, self.nested) if _given(place, key)}
+        stated = {boolean(place, key) for place in (self.top, self.nested) if is_given(place, key)}
         if len(stated) > 1:
             raise UserError(f"config.json: {key} is true in one place and false in another")
         return stated.pop() if stated else default
@@ -60,10 +59,10 @@ def read_keys(layout: str, config: Mapping[str, Any]) -> Eagle3Keys:
     """
     layer: Mapping[str, Any] = config
     if layout == "speculators":
-        layer = _object(config, "transformer_layer_config")
+        layer = object_at(config, "transformer_layer_config")
         if not layer:
             raise refused("transformer_layer_config", None, "an object")
-    nested = _object(config, "eagle_config")
+    nested = object_at(config, "eagle_config")
     return Eagle3Keys(layout=layout, top=config, nested=nested, layer=layer)
 
 
@@ -88,12 +87,12 @@ def read_eagle3_config(
         UserError: names the key or tensor that is missing, unsupported, or in conflict.
     """
     layer = keys.layer
-    hidden = _size(layer, "hidden_size")
+    hidden = size(layer, "hidden_size")
     use_aux = keys.flag("use_aux_hidden_state", default=True)
     refuse_other_methods(hidden, shapes, use_aux_hidden_state=use_aux)
     _refuse_unsupported(keys)
     _check_target_layers(keys.top, target)
-    n_heads = _size(layer, "num_attention_heads")
+    n_heads = size(layer, "num_attention_heads")
     target_hidden = _target_hidden_size(keys, hidden, target, use_aux=use_aux)
     vocabulary = vocab_size(layer, target)
     norm_before_fc, fc_norm = _norms_before_fc(keys, shapes, use_aux=use_aux)
@@ -103,10 +102,10 @@ def read_eagle3_config(
         layout=keys.layout,
         hidden_size=hidden,
         target_hidden_size=target_hidden,
-        intermediate_size=_size(layer, "intermediate_size"),
+        intermediate_size=size(layer, "intermediate_size"),
         n_heads=n_heads,
-        n_kv_heads=_kv_heads(layer, n_heads),
-        head_dim=_head_dim(layer, hidden, n_heads),
+        n_kv_heads=kv_heads(layer, n_heads),
+        head_dim=head_dim(layer, hidden, n_heads),
         rms_norm_eps=eps,
         vocab_size=vocabulary,
         draft_vocab_size=draft_vocab_size(keys.top, shapes, vocabulary),
@@ -117,7 +116,7 @@ def read_eagle3_config(
             target=target,
             override=taps,
         ),
-        rope=_rope(layer),
+        rope=rope(layer),
         qkv_bias=boolean(layer, "qkv_bias", default=attention_bias),
         o_bias=attention_bias,
         mlp_bias=boolean(layer, "mlp_bias"),
@@ -191,7 +190,7 @@ def _target_hidden_size(
 ) -> int:
     key = "target_hidden_size"
     width = hidden if target is None else target.hidden_size
-    if _given(keys.top, key):
+    if is_given(keys.top, key):
         stated = integer(keys.top, key, least=1, most=MOST["hidden_size"])
         if target is not None and stated != width:
             raise UserError(f"config.json: {key} is {stated}; the target's hidden_size is {width}")
@@ -221,27 +220,6 @@ def _post_norm_feedback(keys: Eagle3Keys, *, fc_norm: bool, feedback: str) -> bo
     return norm_output
 
 
-def _head_dim(layer: Mapping[str, Any], hidden: int, n_heads: int) -> int:
-    if layer.get("head_dim") is None and hidden % n_heads:
-        raise UserError(
-            f"config.json: head_dim is missing and hidden_size {hidden} is no multiple of "
-            f"num_attention_heads {n_heads}"
-        )
-    head_dim = hidden // n_heads if layer.get("head_dim") is None else _size(layer, "head_dim")
-    if head_dim % 2:
-        raise refused("head_dim", head_dim, "an even number")
-    return head_dim
-
-
-def _kv_heads(layer: Mapping[str, Any], n_heads: int) -> int:
-    if layer.get("num_key_value_heads") is None:
-        return n_heads
-    n_kv_heads = _size(layer, "num_key_value_heads")
-    if n_heads % n_kv_heads:
-        raise refused("num_key_value_heads", n_kv_heads, f"a divisor of {n_heads} heads")
-    return n_kv_heads
-
-
 def _qk_norm(layer: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
     stored = any(f"layer.self_attn.{x}_norm.weight" in shapes for x in "qk")
     return stored or layer.get("model_type") == "qwen3"
@@ -257,38 +235,4 @@ def _sliding_window(layer: Mapping[str, Any]) -> int | None:
         sliding = types[0] == "sliding_attention"
     else:  # as Qwen does: the layers below max_window_layers see everything
         sliding = boolean(layer, "use_sliding_window") and not layer.get("max_window_layers")
-    return _size(layer, "sliding_window") if sliding else None
-
-
-def _rope(layer: Mapping[str, Any]) -> RopeScaling:
-    """Return the layer's RoPE; a text has equal components in mrope, so that is plain RoPE."""
-    config = {"max_position_embeddings": None, **layer}
-    for key in ("rope_scaling", "rope_parameters"):
-        parameters = dict(_object(config, key))
-        for name in ("type", "rope_type"):
-            if parameters.get(name) == "mrope":
-                parameters[name] = "default"
-        for name in _NO_MROPE:
-            parameters.pop(name, None)
-        config[key] = parameters
-        theta, nested = layer.get("rope_theta"), parameters.get("rope_theta")
-        if theta is not None and nested is not None and theta != nested:
-            raise UserError(
-                f"config.json: rope_theta is {theta!r}, and {nested!r} in {key}; expected one value"
-            )
-    return rope_from_config(config)
-
-
-def _size(place: Mapping[str, Any], key: str) -> int:
-    return integer(place, key, least=1, most=MOST[key])
-
-
-def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise refused(key, value, "an object or null")
-    return value or {}
-
-
-def _given(place: Mapping[str, Any], key: str) -> bool:
-    return place.get(key) is not None
+    return size(layer, "sliding_window") if sliding else None

@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from graph_runtime.config_values import refused
+from graph_runtime.drafts.shapes import Shape, layer_shapes
 from graph_runtime.eagle3.config import Eagle3Config
 from splitspec.errors import UserError
-
-Shape = tuple[int, ...]
 
 VOCABULARY = ("d2t", "t2d")
 """What a file holds besides weights."""
@@ -120,13 +119,10 @@ def refuse_other_methods(
 def expected_shapes(config: Eagle3Config) -> dict[str, Shape]:
     """Return the shape of each of the network's tensors, embeddings and head included."""
     hidden, taps = config.hidden_size, config.raw_row_width
-    q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     shapes: dict[str, Shape] = {
         "embed_tokens.weight": (config.vocab_size, hidden),
         "norm.weight": (hidden,),
         "lm_head.weight": (config.draft_vocab_size, hidden),
-        "layer.input_layernorm.weight": (hidden,),
-        "layer.post_attention_layernorm.weight": (hidden,),
     }
     if config.hidden_norm:
         shapes["layer.hidden_norm.weight"] = (hidden,)
@@ -138,21 +134,7 @@ def expected_shapes(config: Eagle3Config) -> dict[str, Shape]:
         shapes["fusion.input_norm.weight"] = (taps,)
     for i in range(len(config.tap_layers) if config.fc_norm else 0):
         shapes[f"fusion.fc_norm.{i}.weight"] = (config.target_hidden_size,)
-    if config.qk_norm:
-        shapes["layer.self_attn.q_norm.weight"] = (config.head_dim,)
-        shapes["layer.self_attn.k_norm.weight"] = (config.head_dim,)
-    for name, fan_out, fan_in, bias in (
-        ("self_attn.q_proj", q_width, 2 * hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_width, 2 * hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv_width, 2 * hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q_width, config.o_bias),
-        ("mlp.gate_proj", config.intermediate_size, hidden, config.mlp_bias),
-        ("mlp.up_proj", config.intermediate_size, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, config.intermediate_size, config.mlp_bias),
-    ):
-        shapes[f"layer.{name}.weight"] = (fan_out, fan_in)
-        if bias:
-            shapes[f"layer.{name}.bias"] = (fan_out,)
+    shapes |= layer_shapes(config, "layer", input_width=2 * hidden)
     return shapes
 
 

@@ -53,8 +53,8 @@ def load_draft(
         if device != "cpu":
             raise UserError(f"device is {device!r}; --runtime executorch runs on cpu only")
         with needing_executorch():
-            from graph_runtime.programs import load_program_draft
-        return load_program_draft(
+            from graph_runtime.programs import load_eagle3_program
+        return load_eagle3_program(
             source,
             precision=precision,
             cache_dir=cache_dir,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graph_runtime.programs import draft_export, speculator_export, target_export
+from graph_runtime.programs import eagle3_export, speculator_export, target_export
 from graph_runtime.programs.export import (
     ProgramKey,
     Report,
@@ -28,7 +28,7 @@ class Kind:
 
 KINDS = {
     target_export.TargetKey.kind: Kind(key=target_export.TargetKey, build=target_export.build),
-    draft_export.DraftKey.kind: Kind(key=draft_export.DraftKey, build=draft_export.build),
+    eagle3_export.Eagle3Key.kind: Kind(key=eagle3_export.Eagle3Key, build=eagle3_export.build),
     speculator_export.SpeculatorKey.kind: Kind(
         key=speculator_export.SpeculatorKey, build=speculator_export.build
     ),

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2
 """Of a target. Raised when the methods' arguments or meaning change; part of the cache key."""
-DRAFT_FORMAT_VERSION = 2
-"""The same, of a draft."""
+EAGLE3_FORMAT_VERSION = 2
+"""The same, of an EAGLE-3 draft."""
+DRAFT_PRECISIONS = ("fp32", "8da8w", "8da4w")
+"""Of a draft's program, whatever its method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class ProgramMetadata(Metadata):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftMetadata(Metadata):
+class Eagle3Metadata(Metadata):
     """What an EAGLE-3 draft's program says."""
 
     draft_hash: str

@@ -18,7 +18,7 @@ from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source, load
 from graph_runtime.eagle3.network import Eagle3Network
 from graph_runtime.limits import check_context_length, check_tap_layers
 from graph_runtime.model_files import model_hash, tokenizer_hash
-from graph_runtime.programs.draft_export import DRAFT_PRECISIONS
+from graph_runtime.programs.eagle3_export import DRAFT_PRECISIONS
 from graph_runtime.programs.export import ProgramKey, Report, Source, ensure
 from graph_runtime.programs.slot_cache import MIN_ROWS, padded_capacity
 from graph_runtime.programs.speculator_metadata import (
@@ -121,7 +121,7 @@ def build(key: SpeculatorKey, source: Source, report: Report) -> bytes:
     """
     # Imported here: loading a program that exists needs none of the exporter.
     logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels for GPUs that it cannot load
-    from graph_runtime.programs.draft_network import prepare_draft
+    from graph_runtime.programs.eagle3_network import prepare_draft
     from graph_runtime.programs.lowering import lower
     from graph_runtime.programs.network import InPlaceAttention, prepare
     from graph_runtime.programs.speculator_network import prepare_fusion

@@ -435,7 +435,7 @@ def test_export_passes_its_flags_on_and_prints_the_programs_path(
         asked.append((source, flags))
         return program
 
-    monkeypatch.setattr(programs, "ensure_draft_program", ensure)
+    monkeypatch.setattr(programs, "ensure_eagle3_program", ensure)
     export = partial(export_eagle3, draft_model=pair.draft, cache_dir=Path("/c"))
     export(target=str(pair.target), precision="fp32", max_context_length=64, feedback="pre-norm")
     export()

@@ -12,8 +12,8 @@ pytest.importorskip("executorch")
 
 from graph_runtime.eagle3.checkpoint import Eagle3Source
 from graph_runtime.eagle3.load import load_draft
-from graph_runtime.programs import ensure_draft_program, ensure_program
-from graph_runtime.programs.draft_export import draft_key
+from graph_runtime.programs import ensure_eagle3_program, ensure_program
+from graph_runtime.programs.eagle3_export import eagle3_key
 from graph_runtime.programs.export import write_program
 from splitspec.errors import UserError
 from tests.eagle3_layouts import random_weights, write_draft
@@ -32,7 +32,7 @@ def test_what_changes_a_draft_s_program_changes_its_name(
         replace(source, feedback="post-norm"),
     )
     paths = {
-        draft_key(s, precision=p, cache_dir=tmp_path, max_context_length=n).path(tmp_path)
+        eagle3_key(s, precision=p, cache_dir=tmp_path, max_context_length=n).path(tmp_path)
         for s, p, n in [
             *((s, "8da8w", 64) for s in sources),
             (source, "fp32", 64),
@@ -46,7 +46,7 @@ def test_a_draft_with_an_unknown_precision_is_refused_with_those_there_are(
     make_source: MakeSource, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="precision is 'q4_1'; a draft has fp32, 8da8w, 8da4w"):
-        ensure_draft_program(
+        ensure_eagle3_program(
             make_source(), precision="q4_1", cache_dir=tmp_path, max_context_length=64
         )
 
@@ -57,7 +57,7 @@ def test_a_width_that_is_not_whole_groups_is_refused_with_the_tensor(
     weights = random_weights(0, intermediate=80)
     folder = write_draft(tmp_path / "draft", layout="safeailab", weights=weights)
     with pytest.raises(UserError, match=r"layer\.mlp\.down_proj\.weight has 80: try .* 8da8w"):
-        ensure_draft_program(
+        ensure_eagle3_program(
             Eagle3Source(folder=folder, target=draft_target),
             precision="8da4w",
             cache_dir=tmp_path,
@@ -67,7 +67,7 @@ def test_a_width_that_is_not_whole_groups_is_refused_with_the_tensor(
 
 def foreign_path(source: Eagle3Source, cache_dir: Path) -> Path:
     """Return where the draft's program would lie."""
-    path = draft_key(
+    path = eagle3_key(
         source, precision="8da8w", cache_dir=cache_dir, max_context_length=CONTEXT
     ).path(cache_dir)
     path.parent.mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_another_draft_s_program_is_refused_with_both_values(
     make_source: MakeSource, program_cache: Path, tmp_path: Path
 ) -> None:
     source, other = make_source(), make_source(seed=4)
-    theirs = ensure_draft_program(
+    theirs = ensure_eagle3_program(
         other, precision="8da8w", cache_dir=program_cache, max_context_length=CONTEXT
     )
     path = foreign_path(source, tmp_path / "cache")
@@ -133,7 +133,7 @@ def test_a_corrupt_draft_program_is_refused(make_source: MakeSource, tmp_path: P
 
 def test_a_program_stores_each_weight_once(make_source: MakeSource, program_cache: Path) -> None:
     # Guards four methods that each carried the weights of all of them.
-    path = ensure_draft_program(
+    path = ensure_eagle3_program(
         make_source(vocab_size=300, hidden=64, intermediate=1024),
         precision="fp32",
         cache_dir=program_cache,

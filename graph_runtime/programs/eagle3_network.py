@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind
 
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.network import Eagle3Network
-from graph_runtime.programs.metadata import DraftMetadata
+from graph_runtime.programs.metadata import Eagle3Metadata
 from graph_runtime.programs.network import (
     Embedding8,
     InPlaceAttention,
@@ -117,7 +117,7 @@ def prepare_draft(network: Eagle3Network, precision: str) -> None:
         setattr(network, "lm_head", linear_8(head, "lm_head.weight"))  # noqa: B010
 
 
-def trace_draft(network: Eagle3Network, metadata: DraftMetadata) -> dict[str, ExportedProgram]:
+def trace_draft(network: Eagle3Network, metadata: Eagle3Metadata) -> dict[str, ExportedProgram]:
     """Return the four methods of a prepared network, traced at their largest."""
     config: Eagle3Config = network.config
     attention = cast(InPlaceAttention, network.layer.self_attn.attention)

@@ -18,7 +18,7 @@ from graph_runtime.eagle3.checkpoint import Eagle3Source
 from graph_runtime.eagle3.draft import Draft, DraftSpan
 from graph_runtime.eagle3.load import load_draft, load_fusion_module
 from graph_runtime.programs import DRAFT_PRECISIONS
-from graph_runtime.programs.draft_export import ENTER_ROWS, LEAVE_ROWS
+from graph_runtime.programs.eagle3_export import ENTER_ROWS, LEAVE_ROWS
 from tests.graph_runtime.programs.conftest import DRAFTS, MakeSource
 
 CONTEXT = 300

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source, load_checkpoint
-from graph_runtime.programs.draft_export import draft_key, ensure_draft_program
+from graph_runtime.programs.eagle3_export import eagle3_key, ensure_eagle3_program
+from graph_runtime.programs.eagle3_program import ProgramDraft, check_draft_fits
 from graph_runtime.programs.executorch_runtime import start_threadpool
 from graph_runtime.programs.load import open_program
-from graph_runtime.programs.metadata import DraftMetadata, read_keys
-from graph_runtime.programs.program_draft import ProgramDraft, check_draft_fits
+from graph_runtime.programs.metadata import Eagle3Metadata, read_keys
 
 
-def load_program_draft(
+def load_eagle3_program(
     source: Eagle3Source,
     *,
     precision: str,
@@ -32,10 +32,10 @@ def load_program_draft(
     Raises:
         UserError: what is wrong with the checkpoint, an argument or the program, in one line.
     """
-    key = draft_key(
+    key = eagle3_key(
         source, precision=precision, cache_dir=cache_dir, max_context_length=max_context_length
     )
-    path = ensure_draft_program(
+    path = ensure_eagle3_program(
         source,
         precision=precision,
         cache_dir=cache_dir,
@@ -47,7 +47,7 @@ def load_program_draft(
     checkpoint = replace(checkpoint, tensors=fusion)
     start_threadpool(threads)
     program = open_program(path)
-    metadata = read_keys(DraftMetadata, program, path)
+    metadata = read_keys(Eagle3Metadata, program, path)
     wanted = {
         "draft_hash": key.draft_hash,
         "target_hash": key.target_hash or "",

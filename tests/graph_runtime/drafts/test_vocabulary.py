@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from graph_runtime.drafts.vocabulary import is_padded, read_target_ids
 from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source, load_checkpoint
-from graph_runtime.eagle3.vocabulary import is_padded, read_target_ids
 from splitspec.errors import UserError
 from tests.eagle3_layouts import covered, offsets, random_weights, weights_for, write_draft
 from tests.tiny import write_tiny_model

@@ -13,11 +13,14 @@ from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.network import Eagle3Network
 from graph_runtime.model_files import model_hash
 from graph_runtime.programs.export import ProgramKey, Report, Source, ensure
-from graph_runtime.programs.metadata import DRAFT_FORMAT_VERSION, DraftMetadata
+from graph_runtime.programs.metadata import (
+    DRAFT_PRECISIONS,
+    EAGLE3_FORMAT_VERSION,
+    Eagle3Metadata,
+)
 from graph_runtime.programs.slot_cache import padded_capacity
 from splitspec.errors import UserError
 
-DRAFT_PRECISIONS = ("fp32", "8da8w", "8da4w")
 ENTER_ROWS = 128
 """Most rows of one `enter` call; longer packs take several."""
 LEAVE_ROWS = 8
@@ -25,7 +28,7 @@ LEAVE_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftKey(ProgramKey):
+class Eagle3Key(ProgramKey):
     """What a draft's program depends on."""
 
     kind: ClassVar[str] = "eagle3"
@@ -37,12 +40,12 @@ class DraftKey(ProgramKey):
     max_context_length: int
     max_enter_rows: int = ENTER_ROWS
     max_leave_rows: int = LEAVE_ROWS
-    format_version: int = DRAFT_FORMAT_VERSION
+    format_version: int = EAGLE3_FORMAT_VERSION
 
 
-def draft_key(
+def eagle3_key(
     source: Eagle3Source, *, precision: str, cache_dir: Path, max_context_length: int
-) -> DraftKey:
+) -> Eagle3Key:
     """Return the key of a draft's program.
 
     Raises:
@@ -53,7 +56,7 @@ def draft_key(
     if max_context_length < 1:
         raise UserError(f"max context length is {max_context_length}; expected at least 1")
     target_hash = None if source.target is None else model_hash(source.target, cache_dir)
-    return DraftKey(
+    return Eagle3Key(
         draft_hash=model_hash(source.folder, cache_dir),
         target_hash=target_hash,
         embeddings=source.embeddings,
@@ -63,7 +66,7 @@ def draft_key(
     )
 
 
-def ensure_draft_program(
+def ensure_eagle3_program(
     source: Eagle3Source,
     *,
     precision: str,
@@ -84,7 +87,7 @@ def ensure_draft_program(
         UserError: what is wrong with the checkpoint, an argument or the disk, in one line; or that
             `stop` was set.
     """
-    key = draft_key(
+    key = eagle3_key(
         source,
         precision=precision,
         cache_dir=cache_dir,
@@ -99,7 +102,7 @@ def ensure_draft_program(
     return ensure(key, places, cache_dir=cache_dir, stop=stop)
 
 
-def build(key: DraftKey, source: Source, report: Report) -> bytes:
+def build(key: Eagle3Key, source: Source, report: Report) -> bytes:
     """Return the bytes of the program that `key` describes.
 
     Args:
@@ -112,7 +115,7 @@ def build(key: DraftKey, source: Source, report: Report) -> bytes:
     """
     # Imported here: loading a program that exists needs none of the exporter.
     logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels for GPUs that it cannot load
-    from graph_runtime.programs.draft_network import prepare_draft, trace_draft
+    from graph_runtime.programs.eagle3_network import prepare_draft, trace_draft
     from graph_runtime.programs.lowering import lower
     from graph_runtime.programs.network import InPlaceAttention
 
@@ -144,11 +147,11 @@ def build(key: DraftKey, source: Source, report: Report) -> bytes:
     return lower(programs, metadata.constant_methods(), report)
 
 
-def _metadata(config: Eagle3Config, key: DraftKey) -> DraftMetadata:
+def _metadata(config: Eagle3Config, key: Eagle3Key) -> Eagle3Metadata:
     # NOTE: more than the rows of a step. With as many, the trace proves that a step can only start
     # at 0, and the program then writes every step's K/V there.
     capacity = padded_capacity(max(key.max_context_length, key.max_enter_rows + 1))
-    return DraftMetadata(
+    return Eagle3Metadata(
         format_version=key.format_version,
         draft_hash=key.draft_hash,
         target_hash=key.target_hash or "",

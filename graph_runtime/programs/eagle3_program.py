@@ -13,7 +13,7 @@ from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.draft import DraftLengths, DraftSpan
 from graph_runtime.eagle3.network import build_fusion
 from graph_runtime.programs.executorch_runtime import Method, Program
-from graph_runtime.programs.metadata import DraftMetadata
+from graph_runtime.programs.metadata import Eagle3Metadata
 from graph_runtime.programs.program_target import load_method
 from graph_runtime.programs.slot_cache import MASKED, MIN_ROWS, SlotCache
 from splitspec.errors import UserError
@@ -25,7 +25,7 @@ class ProgramDraft:
     def __init__(
         self,
         program: Program,
-        metadata: DraftMetadata,
+        metadata: Eagle3Metadata,
         checkpoint: Eagle3Checkpoint,
         slot_count: int,
     ) -> None:
@@ -163,7 +163,7 @@ def _padded(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.cat((x,) * MIN_ROWS) for x in inputs]
 
 
-def _masks(metadata: DraftMetadata) -> torch.Tensor:
+def _masks(metadata: Eagle3Metadata) -> torch.Tensor:
     """Return [2C] of which every row's mask is a slice: masked, then C visible, then masked.
 
     Position p's slice begins C - 1 - p before the end of what is visible, so that p is the last.
@@ -174,7 +174,7 @@ def _masks(metadata: DraftMetadata) -> torch.Tensor:
     return masks
 
 
-def check_draft_fits(metadata: DraftMetadata, path: Path, wanted: dict[str, str]) -> None:
+def check_draft_fits(metadata: Eagle3Metadata, path: Path, wanted: dict[str, str]) -> None:
     """Refuse a program of another draft, target or precision.
 
     Args:
