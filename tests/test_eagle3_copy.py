@@ -7,28 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.eagle3_copy import (
-    EPS,
-    HEAD_DIM,
-    HIDDEN,
-    LOOK_BACK,
-    N_HEADS,
-    N_LAYERS,
-    ROPE_THETA,
-    TAP_LAYERS,
-    VOCAB_SIZE,
-    write_copy_head,
-    write_copy_target,
-    write_random_head,
-)
+from tests.copy_reference import Weights, attention, choice, mlp, norm, read_double, run_target
+from tests.copy_target import HIDDEN, VOCAB_SIZE
+from tests.eagle3_copy import LOOK_BACK, write_copy_head, write_copy_target, write_random_head
 
-Weights = dict[str, torch.Tensor]
 PROMPT = [250]
 """Shorter than what is looked back at."""
 TOKENS = 56
@@ -47,58 +33,10 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
     return Pair(
-        _double(write_copy_target(folder / "target")),
-        _double(write_copy_head(folder / "copy")),
-        _double(write_random_head(folder / "random")),
+        read_double(write_copy_target(folder / "target")),
+        read_double(write_copy_head(folder / "copy")),
+        read_double(write_random_head(folder / "random")),
     )
-
-
-def _double(folder: Path) -> Weights:
-    weights = load_file(folder / "model.safetensors")
-    return {n: t.double() if t.is_floating_point() else t for n, t in weights.items()}
-
-
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
-
-
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rotate [N, heads, D] by its positions 0..N-1, half-split."""
-    angles = torch.arange(len(x)).double()[:, None] * ROPE_THETA ** (
-        -torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM
-    )
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
-
-
-def attention(weights: Weights, layer: str, x: torch.Tensor) -> torch.Tensor:
-    q, k, v = (
-        (x @ weights[f"{layer}.self_attn.{name}_proj.weight"].T).view(-1, N_HEADS, HEAD_DIM)
-        for name in "qkv"
-    )
-    scores = torch.einsum("qhd,khd->hqk", rotated(q), rotated(k)) / HEAD_DIM**0.5
-    later = torch.ones(len(x), len(x)).triu(1).bool()
-    mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
-    return mixed.reshape(len(x), -1) @ weights[f"{layer}.self_attn.o_proj.weight"].T
-
-
-def mlp(weights: Weights, layer: str, x: torch.Tensor) -> torch.Tensor:
-    gate, up, down = (weights[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-
-def run_target(weights: Weights, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [N, V] and raw rows [N, taps * H]."""
-    x, taps = weights["model.embed_tokens.weight"][tokens], []
-    for index in range(N_LAYERS):
-        layer = f"model.layers.{index}"
-        x = x + attention(weights, layer, norm(x, weights[f"{layer}.input_layernorm.weight"]))
-        post = norm(x, weights[f"{layer}.post_attention_layernorm.weight"])
-        x = x + mlp(weights, layer, post)
-        taps += [x] if index in TAP_LAYERS else []
-    logits = norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
-    return logits, torch.cat(taps, dim=-1)
 
 
 def run_draft(
@@ -128,13 +66,16 @@ class Loop:
         """Return PROMPT and TOKENS more."""
         target = self.pair.target
         logits, rows = run_target(target, PROMPT)
-        tokens = [*PROMPT, self._choice(logits[-1], len(PROMPT))]
+        tokens = [*PROMPT, choice(logits[-1], len(PROMPT), self.temperature)]
         features = rows @ self.head["fc.weight"].T
         while len(tokens) < len(PROMPT) + TOKENS:
             drafts, own = self._drafts(tokens, features)
             start = len(tokens)
             logits, rows = run_target(target, [*tokens, *drafts])
-            choices = [self._choice(row, start + i) for i, row in enumerate(logits[start - 1 :])]
+            choices = [
+                choice(row, start + i, self.temperature)
+                for i, row in enumerate(logits[start - 1 :])
+            ]
             accepted = next(
                 (i for i, draft in enumerate(drafts) if draft != choices[i]), len(drafts)
             )
@@ -158,14 +99,9 @@ class Loop:
             ids = torch.arange(len(logits)) + self.head["d2t"]
             full = torch.full((VOCAB_SIZE,), -torch.inf).double()
             full[ids] = logits
-            drafts.append(self._choice(full, len(tokens) + len(drafts)))
+            drafts.append(choice(full, len(tokens) + len(drafts), self.temperature))
             own = torch.cat([own, feature[None]])
         return drafts, own[:-1]
-
-    def _choice(self, logits: torch.Tensor, position: int) -> int:
-        uniform = torch.rand(VOCAB_SIZE, generator=torch.Generator().manual_seed(position))
-        noise = -(-uniform.double().clamp(1e-9, 1 - 1e-9).log()).log()
-        return int((logits + self.temperature * noise).argmax())
 
 
 def _loops(pair: Pair, **fields: bool) -> Iterator[Loop]:
@@ -175,9 +111,9 @@ def _loops(pair: Pair, **fields: bool) -> Iterator[Loop]:
 
 
 def _target_only(pair: Pair, temperature: float) -> list[int]:
-    tokens, alone = list(PROMPT), Loop(pair, pair.copy, 0, temperature)
+    tokens = list(PROMPT)
     while len(tokens) < len(PROMPT) + TOKENS:
-        tokens.append(alone._choice(run_target(pair.target, tokens)[0][-1], len(tokens)))
+        tokens.append(choice(run_target(pair.target, tokens)[0][-1], len(tokens), temperature))
     return tokens
 
 
