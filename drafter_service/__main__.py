@@ -1,4 +1,4 @@
-"""The drafter's commands: `python -m drafter_service serve` and `export eagle3`.
+"""The drafter's commands: `python -m drafter_service serve`, `export eagle3`, `export dflash`.
 
 The environment is read only here.
 """
@@ -10,7 +10,7 @@ import logging
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,9 +25,9 @@ export = typer.Typer(help="Lower a draft to an ExecuTorch program.")
 app.add_typer(export, name="export")
 CONFIG = DrafterConfig()
 
-DraftModel = Annotated[Path | None, flag("draft-model", "eagle3: the checkpoint's folder.")]
+DraftModel = Annotated[Path | None, flag("draft-model", "eagle3, dflash: the checkpoint's folder.")]
 Target = Annotated[
-    str | None, flag("target", "eagle3: a pulled model's name, or an HF-layout folder.")
+    str | None, flag("target", "eagle3, dflash: a pulled model's name, or an HF-layout folder.")
 ]
 Precision = Annotated[str | None, flag("precision", "fp32, 8da8w, 8da4w, bf16; by runtime.")]
 ContextLength = Annotated[
@@ -37,9 +37,14 @@ SlotCount = Annotated[
     int | None, flag("slot-count", "Sessions that can be open at once; by method.")
 ]
 TapLayers = Annotated[
-    str | None, flag("tap-layers", "eagle3: layers of a row, like 1,14,26; else the checkpoint's.")
+    str | None,
+    flag("tap-layers", "eagle3, dflash: layers of a row, like 1,14,26; else the checkpoint's."),
 ]
-Embeddings = Annotated[str, flag("embeddings", "eagle3: whose, auto, own or target.")]
+Embeddings = Annotated[str, flag("embeddings", "eagle3, dflash: whose, auto, own or target.")]
+BlockLength = Annotated[
+    int | None,
+    flag("block-length", "dflash: slots of a block, the pending token's with it; else as trained."),
+]
 Feedback = Annotated[
     str, flag("feedback", "eagle3: what a step is fed, auto, pre-norm or post-norm.")
 ]
@@ -53,7 +58,7 @@ def commands() -> None:
 
 @app.command()
 def serve(
-    draft: Annotated[str, flag("draft", "Drafting method: ngram or eagle3.")] = CONFIG.draft,
+    draft: Annotated[str, flag("draft", "Drafting method: ngram, eagle3, dflash.")] = CONFIG.draft,
     address: Annotated[str, flag("address", "host:port or unix:/path.")] = CONFIG.address,
     metrics_address: Annotated[
         str | None, flag("metrics-address", "host:port of the Prometheus endpoint.")
@@ -61,8 +66,8 @@ def serve(
     slot_count: SlotCount = None,
     max_context_length: ContextLength = None,
     max_draft_count: Annotated[
-        int, flag("max-draft-count", "Most draft tokens a round.")
-    ] = CONFIG.max_draft_count,
+        int | None, flag("max-draft-count", "Most draft tokens a round; by method.")
+    ] = None,
     ngram_max: Annotated[
         int, flag("ngram-max", "ngram: longest suffix that is looked up.")
     ] = CONFIG.ngram_max,
@@ -70,18 +75,27 @@ def serve(
         int, flag("ngram-min", "ngram: shortest suffix that is looked up.")
     ] = CONFIG.ngram_min,
     draft_model: DraftModel = None,
+    block_length: BlockLength = None,
     target: Target = None,
-    runtime: Annotated[str, flag("runtime", "eagle3: executorch or torch.")] = CONFIG.runtime,
+    runtime: Annotated[
+        str, flag("runtime", "eagle3, dflash: executorch or torch.")
+    ] = CONFIG.runtime,
     precision: Precision = None,
-    threads: Annotated[int | None, flag("threads", "eagle3: compute threads.")] = None,
-    device: Annotated[str, flag("device", "eagle3, torch: cpu or cuda.")] = CONFIG.device,
-    rows: Annotated[str, flag("rows", "eagle3: rows that are wanted, raw or fused.")] = CONFIG.rows,
+    threads: Annotated[int | None, flag("threads", "eagle3, dflash: compute threads.")] = None,
+    device: Annotated[str, flag("device", "--runtime torch: cpu or cuda.")] = CONFIG.device,
+    rows: Annotated[
+        str, flag("rows", "eagle3, dflash: rows that are wanted, raw or fused.")
+    ] = CONFIG.rows,
     row_dtype: Annotated[
-        str, flag("row-dtype", "eagle3: float32, bfloat16 or float16.")
+        str, flag("row-dtype", "eagle3, dflash: float32, bfloat16 or float16.")
     ] = CONFIG.row_dtype,
     draft_sampling: Annotated[
-        str, flag("draft-sampling", "eagle3: argmax or coupled, where a session does not say.")
-    ] = CONFIG.draft_sampling,
+        str | None,
+        flag(
+            "draft-sampling",
+            "eagle3 (coupled), dflash (argmax): argmax or coupled, where a session does not say.",
+        ),
+    ] = None,
     tap_layers: TapLayers = None,
     embeddings: Embeddings = CONFIG.embeddings,
     feedback: Feedback = CONFIG.feedback,
@@ -104,6 +118,7 @@ def serve(
         ngram_max=ngram_max,
         ngram_min=ngram_min,
         draft_model=draft_model,
+        block_length=block_length,
         target=target,
         runtime=runtime,
         precision=precision,
@@ -140,7 +155,7 @@ def export_eagle3(
 
     `serve` with the same flags does so by itself.
     """
-    config = DrafterConfig(
+    _export(
         draft="eagle3",
         draft_model=draft_model,
         target=target,
@@ -151,9 +166,41 @@ def export_eagle3(
         feedback=feedback,
         cache_dir=cache_dir,
     )
-    from drafter_service.eagle3 import ensure_program  # ngram is served without torch
 
-    typer.echo(ensure_program(config))
+
+@export.command("dflash")
+def export_dflash(
+    draft_model: DraftModel = None,
+    block_length: BlockLength = None,
+    target: Target = None,
+    precision: Precision = None,
+    max_context_length: ContextLength = None,
+    tap_layers: TapLayers = None,
+    embeddings: Embeddings = CONFIG.embeddings,
+    cache_dir: CacheDir = CONFIG.cache_dir,
+) -> None:
+    """Lower a DFlash draft to a program in the cache, unless it is there, and print its path.
+
+    `serve` with the same flags does so by itself.
+    """
+    _export(
+        draft="dflash",
+        draft_model=draft_model,
+        block_length=block_length,
+        target=target,
+        precision=precision,
+        max_context_length=max_context_length,
+        tap_layers=parse_tap_layers(tap_layers),
+        embeddings=embeddings,
+        cache_dir=cache_dir,
+    )
+
+
+def _export(**fields: Any) -> None:
+    """Export the draft of a configuration with these fields, and print its program's path."""
+    config = DrafterConfig(**fields)
+    method = importlib.import_module(METHODS[config.draft])  # ngram is served without torch
+    typer.echo(method.ensure_program(config))
 
 
 def main() -> None:

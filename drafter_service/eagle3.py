@@ -8,7 +8,6 @@ After Li et al., "EAGLE-3" (2025).
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,12 @@ from pathlib import Path
 import torch
 
 from drafter_service.config import DrafterConfig
+from drafter_service.draft_model import (
+    check_finite,
+    draft_folders,
+    draft_info,
+    session_sampling,
+)
 from drafter_service.drafter import (
     Drafter,
     DrafterInfo,
@@ -24,29 +29,12 @@ from drafter_service.drafter import (
     SessionParameters,
 )
 from drafter_service.eagle3_slots import Chain, Slot
+from drafter_service.row_features import RowFeatures
 from graph_runtime.choice import Sampling, choose
-from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source
+from graph_runtime.eagle3.checkpoint import Eagle3Source
 from graph_runtime.eagle3.draft import Draft, DraftSpan
 from graph_runtime.eagle3.load import load_draft
 from graph_runtime.load import needing_executorch
-from splitspec.errors import UserError
-from splitspec.folders import model_folder
-from splitspec.rows import RowFormat
-from splitspec.v1 import rows_pb2
-
-assert sys.byteorder == "little", "rows cross the wire as this machine's own bytes"
-
-_DTYPES = {
-    rows_pb2.ROW_DTYPE_FLOAT32: torch.float32,
-    rows_pb2.ROW_DTYPE_BFLOAT16: torch.bfloat16,
-    rows_pb2.ROW_DTYPE_FLOAT16: torch.float16,
-}
-_ROW_KINDS = {"raw": rows_pb2.ROW_KIND_RAW_TAPS, "fused": rows_pb2.ROW_KIND_FUSED}
-_ROW_DTYPES = {
-    "float32": rows_pb2.ROW_DTYPE_FLOAT32,
-    "bfloat16": rows_pb2.ROW_DTYPE_BFLOAT16,
-    "float16": rows_pb2.ROW_DTYPE_FLOAT16,
-}
 
 
 class Eagle3Drafter:
@@ -63,9 +51,7 @@ class Eagle3Drafter:
         self._draft = draft
         self._info = info
         self._draft_sampling = draft_sampling
-        self._row_dtype = _DTYPES[info.row_format.dtype]
-        # A fused row went through fc on the verifier: it must never go through it again.
-        self._is_fused = info.row_format.kind == rows_pb2.ROW_KIND_FUSED
+        self._features = RowFeatures(info.row_format, draft.fuse)
         self._target_ids = None if draft.target_ids is None else draft.target_ids.numpy()
         self._slots: dict[int, Slot] = {}
         self._pass_count = 0
@@ -83,18 +69,7 @@ class Eagle3Drafter:
     def open(self, slot: int, parameters: SessionParameters) -> None:
         """Begin an empty context in a free slot."""
         assert slot not in self._slots, slot
-        sampling = Sampling()
-        chosen = parameters.draft_sampling
-        if chosen is DraftSampling.METHOD_DEFAULT:
-            chosen = self._draft_sampling
-        if chosen is DraftSampling.COUPLED:
-            sampling = Sampling(
-                temperature=parameters.temperature,
-                top_k=parameters.top_k,
-                top_p=parameters.top_p,
-                min_p=parameters.min_p,
-                seed=parameters.seed,
-            )
+        sampling = session_sampling(parameters, self._draft_sampling)
         self._slots[slot] = Slot(slot, sampling)
 
     def step(self, works: Sequence[DraftWork]) -> list[list[int]]:
@@ -129,22 +104,13 @@ class Eagle3Drafter:
         assert slot.length == work.start, "law L2"
         features = None
         if work.token_ids and not slot.is_spoilt:
-            features = self._features(work)
+            features = self._features.read(work)
             if not bool(torch.isfinite(features).all()):
                 slot.spoil("the features of its rows")
         if slot.is_spoilt:
             slot.length += len(work.token_ids)
             return None
         return slot.advance(work, features)
-
-    def _features(self, work: DraftWork) -> torch.Tensor:
-        """Return the features [c, H] float32 of a work's rows."""
-        assert work.rows is not None
-        # NOTE: the one copy. The bytes are the message's, read-only and gone after the step; torch
-        # wants neither, and features outlive the step while they are held.
-        rows = torch.frombuffer(bytearray(work.rows), dtype=self._row_dtype)
-        rows = rows.view(len(work.token_ids), self._info.row_format.width).float()
-        return rows if self._is_fused else self._draft.fuse(rows)
 
     def _run(self, spans: Sequence[DraftSpan]) -> torch.Tensor:
         self._pass_count += 1
@@ -190,7 +156,6 @@ def load(config: DrafterConfig, stop: threading.Event | None = None) -> Drafter:
     Raises:
         UserError: what is wrong with the checkpoint, the target or a flag.
     """
-    assert config.draft_model is not None, config
     draft, checkpoint = load_draft(
         _source(config),
         runtime=config.runtime,
@@ -202,9 +167,15 @@ def load(config: DrafterConfig, stop: threading.Event | None = None) -> Drafter:
         device=config.device,
         stop=stop,
     )
-    info = _info(config, draft, checkpoint)
+    assert config.chosen_draft_count is not None, config
+    info = draft_info(
+        config,
+        draft,
+        tokenizer_hash=checkpoint.tokenizer_hash,
+        max_draft_count=config.chosen_draft_count,
+    )
     _warm_up(config, draft, info)
-    return Eagle3Drafter(draft, info, DraftSampling(config.draft_sampling))
+    return Eagle3Drafter(draft, info, DraftSampling(config.chosen_draft_sampling))
 
 
 def ensure_program(config: DrafterConfig) -> Path:
@@ -229,43 +200,15 @@ def _source(config: DrafterConfig) -> Eagle3Source:
     """Return what `config` says about the checkpoint.
 
     Raises:
-        UserError: the target is neither a folder nor a pulled model, or `~` is nobody's home.
+        UserError: see `draft_folders`.
     """
-    assert config.draft_model is not None, config
-    try:
-        folder = config.draft_model.expanduser()
-    except RuntimeError as error:
-        raise UserError(f"--draft-model {str(config.draft_model)!r}: {error}") from error
-    target = None
-    if config.target is not None:
-        target = model_folder(config.target, config.cache_dir)
+    folder, target = draft_folders(config)
     return Eagle3Source(
         folder=folder,
         target=target,
         tap_layers=config.tap_layers,
         embeddings=config.embeddings,
         feedback=config.feedback,
-    )
-
-
-def _info(config: DrafterConfig, draft: Draft, checkpoint: Eagle3Checkpoint) -> DrafterInfo:
-    assert config.draft_model is not None
-    shape = draft.config
-    width = shape.hidden_size if config.rows == "fused" else shape.raw_row_width
-    return DrafterInfo(
-        method="eagle3",
-        model_id=config.draft_model.resolve().name,
-        model_hash=draft.model_hash,
-        vocab_size=shape.vocab_size,
-        tokenizer_hash=checkpoint.tokenizer_hash,
-        row_format=RowFormat(
-            kind=_ROW_KINDS[config.rows], dtype=_ROW_DTYPES[config.row_dtype], width=width
-        ),
-        tap_layers=shape.tap_layers,
-        max_draft_count=config.max_draft_count,
-        max_context_length=config.chosen_context_length,
-        slot_count=config.chosen_slot_count,
-        instant=False,
     )
 
 
@@ -282,10 +225,6 @@ def _warm_up(config: DrafterConfig, draft: Draft, info: DrafterInfo) -> None:
     last = DraftSpan(slot=0, start=count - 1, token_ids=[0], features=features[-1:])
     feature = draft.run([last])
     logits = draft.logits(feature)
-    for what, values in (("features", feature), ("logits", logits)):
-        if not bool(torch.isfinite(values).all()):
-            raise UserError(
-                f"draft {config.draft_model} gives {what} that are not finite: its weights are "
-                f"broken, or overflow at {config.chosen_precision}"
-            )
+    check_finite(config, "features", feature)
+    check_finite(config, "logits", logits)
     draft.reset(0)

@@ -8,17 +8,15 @@ so that it costs no pass of its own.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from drafter_service.draft_model import warn_of_spoilt
 from drafter_service.drafter import DraftWork
 from graph_runtime.choice import Sampling
 from graph_runtime.eagle3.draft import DraftSpan
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -54,7 +52,7 @@ class Slot:
 
     def spoil(self, what: str) -> None:
         """Draft no more, and forget what must not be run; `what` was not finite."""
-        logger.warning("session in slot %d: %s are not finite, it drafts no more", self.slot, what)
+        warn_of_spoilt(self.slot, what)
         self.held_ids, self.held, self.newest, self.is_spoilt = [], [], None, True
 
     def advance(self, work: DraftWork, features: torch.Tensor | None) -> DraftSpan | None:

@@ -136,11 +136,12 @@ class NgramDrafter:
 def load(config: DrafterConfig, stop: threading.Event | None = None) -> Drafter:
     """Return the drafter that `config` describes; at once, so `stop` ends nothing."""
     del stop
+    assert config.chosen_draft_count is not None, config
     info = DrafterInfo(
         method="ngram",
         model_id=f"ngram-{config.ngram_min}-{config.ngram_max}",
         row_format=NO_ROWS,
-        max_draft_count=config.max_draft_count,
+        max_draft_count=config.chosen_draft_count,
         max_context_length=config.chosen_context_length,
         slot_count=config.chosen_slot_count,
         instant=True,
