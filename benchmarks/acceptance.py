@@ -1,6 +1,7 @@
 """How many tokens a round of a draft yields (tau), on prompts given as token ids.
 
     python benchmarks/acceptance.py --prompts FILE --draft-model FOLDER [--draft-counts 3,5,7]
+    python benchmarks/acceptance.py --prompts FILE --draft dflash --draft-model FOLDER
 
 FILE is JSONL with `prompt_ids` a line; other keys are not looked at. Each prompt is answered once a
 K through the three processes, until the model's own end token or `--max-tokens`. tau counts every
@@ -25,6 +26,7 @@ from time import perf_counter
 import grpc
 
 from coordinator.launch import Child, ServiceCommand, ServiceFailed, new_log_dir, services
+from coordinator.run import MAX_DRAFT_COUNT, MODEL_METHODS
 from splitspec.channels import CLIENT_OPTIONS
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
@@ -174,8 +176,14 @@ def _commands(args: argparse.Namespace, sockets: Path) -> list[ServiceCommand]:
             "fuse-for": args.draft_model,
             "slot-count": args.sessions,
             "max-context-length": args.max_context_length,
+            "max-draft-count": _most_drafts(args),
         },
-        "drafter": {"draft": args.draft, "slot-count": args.sessions + 2, **_draft_flags(args)},
+        "drafter": {
+            "draft": args.draft,
+            "slot-count": args.sessions + 2,
+            "max-draft-count": _most_drafts(args),
+            **_draft_flags(args),
+        },
         "coordinator": {
             "model": args.model,
             "verifier": address["verifier"],
@@ -196,8 +204,14 @@ def _commands(args: argparse.Namespace, sockets: Path) -> list[ServiceCommand]:
     return commands
 
 
+def _most_drafts(args: argparse.Namespace) -> int | None:
+    """Return the K that the services must allow; None: their default is enough."""
+    most = max(args.draft_counts)
+    return most if most > MAX_DRAFT_COUNT else None
+
+
 def _draft_flags(args: argparse.Namespace) -> dict[str, object]:
-    if args.draft != "eagle3":
+    if args.draft not in MODEL_METHODS:
         return {}
     return {
         "draft-model": args.draft_model,
@@ -209,6 +223,7 @@ def _draft_flags(args: argparse.Namespace) -> dict[str, object]:
         "device": args.draft_device,
         "threads": args.threads,
         "draft-sampling": args.draft_sampling,
+        "block-length": args.block_length,
         "max-context-length": args.max_context_length,
     }
 
@@ -264,10 +279,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with prompt_ids")
     parser.add_argument("--prompt-count", type=int, default=None, help="the first ones only")
     parser.add_argument("--model", default="smollm2-135m", help="pulled model, or a folder")
-    parser.add_argument("--draft", default="eagle3", help="eagle3 or ngram")
-    parser.add_argument("--draft-model", default=None, help="eagle3: the draft's folder")
+    parser.add_argument("--draft", default="eagle3", help="eagle3, dflash or ngram")
+    parser.add_argument("--draft-model", default=None, help="eagle3, dflash: the draft's folder")
     parser.add_argument("--draft-counts", type=_counts, default=[3, 5, 7], help="K, with commas")
     parser.add_argument("--draft-sampling", default=None, help="argmax or coupled")
+    parser.add_argument("--block-length", type=int, default=None, help="dflash: slots of a block")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=None)
     parser.add_argument("--max-tokens", type=int, default=240)
@@ -287,8 +303,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None, help="of the verifier and the drafter")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR)
     args = parser.parse_args(argv)
-    if args.draft == "eagle3" and args.draft_model is None:
-        parser.error("--draft eagle3 needs --draft-model")
+    if args.draft in MODEL_METHODS and args.draft_model is None:
+        parser.error(f"--draft {args.draft} needs --draft-model")
+    if args.draft != "dflash" and args.block_length is not None:
+        parser.error(f"--block-length goes with --draft dflash; it is {args.draft}")
     args.cache_dir = args.cache_dir.expanduser()
     return args
 

@@ -2,6 +2,7 @@
 
     python benchmarks/generate.py [--model smollm2-135m] [--draft ngram] [--draft-count 7]
     python benchmarks/generate.py --draft eagle3 --draft-model FOLDER [--draft-sampling coupled]
+    python benchmarks/generate.py --draft dflash --draft-model FOLDER [--draft-count 4]
 
 Each prompt is answered twice in turn, target-only and speculative, in alternating order, so that a
 drifting machine harms both alike. The texts must be identical (law L4): a difference is an error.

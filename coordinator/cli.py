@@ -48,6 +48,11 @@ VERBS: dict[tuple[str, str], tuple[str, str, str]] = {
         "export eagle3",
         "Lower an EAGLE-3 draft to a program in the cache, unless it is there.",
     ),
+    ("export", "dflash"): (
+        "drafter_service",
+        "export dflash",
+        "Lower a DFlash draft to a program in the cache, unless it is there.",
+    ),
     ("export", "speculator"): (
         "graph_runtime",
         "export speculator",
@@ -119,12 +124,15 @@ def run(
     context: typer.Context,
     prompt: Prompt,
     model: Annotated[str, typer.Option(help="Pulled model, or a folder.")] = "smollm2-135m",
-    draft: Annotated[str, typer.Option(help='Drafting method; "none": target only.')] = "ngram",
+    draft: Annotated[
+        str, typer.Option(help='ngram, eagle3 or dflash; "none": target only.')
+    ] = "ngram",
     draft_model: Annotated[
-        Path | None, typer.Option(help="eagle3: the draft checkpoint's folder.")
+        Path | None, typer.Option(help="eagle3, dflash: the draft checkpoint's folder.")
     ] = None,
     draft_sampling: Annotated[
-        str | None, typer.Option(help="eagle3: argmax or coupled; how sampled answers are drafted.")
+        str | None,
+        typer.Option(help="eagle3, dflash: argmax or coupled; how sampled answers are drafted."),
     ] = None,
     draft_count: Annotated[
         int | None,

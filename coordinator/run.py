@@ -46,15 +46,20 @@ PRECISIONS = {
 }
 """Runtime -> precisions, as the verifier has them: what it would refuse is refused before a start.
 The first runtime is its default."""
-METHODS = ("ngram", "eagle3", "none")
+METHODS = ("ngram", "eagle3", "dflash", "none")
+MODEL_METHODS = ("eagle3", "dflash")
+"""Those that draft with a checkpoint of their own."""
 DRAFT_SAMPLINGS = ("argmax", "coupled")
 """As the drafter has them."""
 MAX_DRAFT_COUNT = 7
-"""What the verifier and the drafter allow as they are started here: their default."""
-DRAFT_COUNTS = {"eagle3": 4}
+"""What the verifier allows as it is started here, and drafters do too: their default. A DFlash
+draft whose block is shorter drafts as many as that has."""
+DRAFT_COUNTS = {"eagle3": 4, "dflash": 4}
 """Method -> draft tokens a round where nobody says, if not the coordinator's default. An EAGLE-3
 draft costs a pass a token, and on a CPU a window of 8 rows costs 1.6 times one of 5, which costs
-little more than one row (benchmarks/LOG.md). ngram drafts no further than it has reason to."""
+little more than one row (benchmarks/LOG.md). A DFlash draft costs one pass whatever their number;
+the window's cost is the same, and until a trained draft has been measured it is all that is known.
+ngram drafts no further than it has reason to."""
 SERVICE_MODULES = {
     "drafter": "drafter_service",
     "verifier": "verifier_service",
@@ -80,7 +85,7 @@ class RunConfig:
     compare: bool
     """Answer a second time without drafts, and say whether the text is the same."""
     draft_model: Path | None = None
-    """EAGLE-3 checkpoint's folder."""
+    """Folder of the draft's checkpoint; one of MODEL_METHODS has one."""
     draft_sampling: str | None = None
 
     def __post_init__(self) -> None:
@@ -99,14 +104,16 @@ class RunConfig:
             raise UserError(f"--trace-file: {self.trace_file.parent} is not a folder")
 
     def _check_draft(self) -> None:
-        if self.draft == "eagle3" and self.draft_model is None:
-            raise UserError("--draft eagle3 needs --draft-model, the folder of a checkpoint")
+        has_model = self.draft in MODEL_METHODS
+        if has_model and self.draft_model is None:
+            raise UserError(f"--draft {self.draft} needs --draft-model, the folder of a checkpoint")
         for name, value in (
             ("draft-model", self.draft_model),
             ("draft-sampling", self.draft_sampling),
         ):
-            if value is not None and self.draft != "eagle3":
-                raise UserError(f"--{name} goes with --draft eagle3; it is {self.draft}")
+            if value is not None and not has_model:
+                owners = " or ".join(MODEL_METHODS)
+                raise UserError(f"--{name} goes with --draft {owners}; it is {self.draft}")
         if self.draft_model is not None and not self.draft_model.expanduser().is_dir():
             raise UserError(f"--draft-model {str(self.draft_model)!r} is not a folder")
         if self.draft_sampling not in (None, *DRAFT_SAMPLINGS):
@@ -159,7 +166,7 @@ def service_commands(config: RunConfig, sockets: Path) -> list[ServiceCommand]:
     names = ["verifier", "coordinator"] if config.draft == "none" else [*SERVICE_MODULES]
     address = {name: f"unix:{sockets}/{name}.sock" for name in names}
     flags: dict[str, dict[str, object]] = {
-        "drafter": {"draft": config.draft, **_eagle3_flags(config)},
+        "drafter": {"draft": config.draft, **_model_flags(config)},
         "verifier": {
             "model": config.model,
             "runtime": config.runtime,
@@ -194,9 +201,9 @@ def _draft_folder(config: RunConfig) -> Path | None:
     return None if config.draft_model is None else config.draft_model.expanduser()
 
 
-def _eagle3_flags(config: RunConfig) -> dict[str, object]:
+def _model_flags(config: RunConfig) -> dict[str, object]:
     """Return what a drafter with a model is told; its precision is left to it."""
-    if config.draft != "eagle3":
+    if config.draft not in MODEL_METHODS:
         return {}
     return {
         "draft-model": _draft_folder(config),

@@ -222,18 +222,20 @@ def test_run_starts_three_services_with_the_flags_they_know(tmp_path: Path) -> N
     assert "--drafter" not in without[1].arguments
 
 
+@pytest.mark.parametrize("method", run.MODEL_METHODS)
 def test_run_of_a_draft_model_makes_verifier_and_drafter_agree_on_fused_rows(
-    tmp_path: Path,
+    method: str, tmp_path: Path
 ) -> None:
     (tmp_path / "head").mkdir()
-    eagle3 = replace(
-        config(tmp_path), draft="eagle3", draft_model=tmp_path / "head", draft_sampling="coupled"
+    with_model = replace(
+        config(tmp_path), draft=method, draft_model=tmp_path / "head", draft_sampling="coupled"
     )
     lines = {
-        command.name: " ".join(command.arguments) for command in service_commands(eagle3, tmp_path)
+        command.name: " ".join(command.arguments)
+        for command in service_commands(with_model, tmp_path)
     }
     assert lines["drafter"].endswith(
-        f"--draft eagle3 --draft-model {tmp_path}/head --target tiny --rows fused "
+        f"--draft {method} --draft-model {tmp_path}/head --target tiny --rows fused "
         f"--draft-sampling coupled --runtime torch --threads 2 --cache-dir {tmp_path}"
     )
     assert lines["verifier"].endswith(
@@ -243,18 +245,19 @@ def test_run_of_a_draft_model_makes_verifier_and_drafter_agree_on_fused_rows(
     assert "--draft-count 4 " in lines["coordinator"], "a window of 5 rows costs little more than 1"
 
 
+@pytest.mark.parametrize("method", run.MODEL_METHODS)
 def test_run_starts_services_with_flags_that_they_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "head").mkdir()
-    eagle3 = replace(
-        config(tmp_path), draft="eagle3", draft_model=tmp_path / "head", draft_sampling="argmax"
+    with_model = replace(
+        config(tmp_path), draft=method, draft_model=tmp_path / "head", draft_sampling="argmax"
     )
     services = {"drafter": drafter_service.__main__, "verifier": verifier_service.__main__}
     for name, service in services.items():
         monkeypatch.setattr(service, "run_service", lambda serving: serving.close())
         monkeypatch.setattr(service, "model_folder", lambda *_: tmp_path, raising=False)
-        (command,) = (c for c in service_commands(eagle3, tmp_path) if c.name == name)
+        (command,) = (c for c in service_commands(with_model, tmp_path) if c.name == name)
         result = CliRunner().invoke(service.app, list(command.arguments[2:]))
         assert result.exit_code == 0, (name, result.output, result.exception)
 

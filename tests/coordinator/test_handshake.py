@@ -136,6 +136,48 @@ def test_a_verifier_that_fuses_for_nobody_is_told_as_the_kinds_that_it_offers() 
         check_pair(_draft(**FUSED_DRAFT), _target(**nameless))
 
 
+@pytest.mark.parametrize(
+    ("change", "target", "message"),
+    [
+        (
+            FUSED_DRAFT,
+            {},
+            "^row_kind: the drafter has ROW_KIND_FUSED, the verifier ROW_KIND_NONE, "
+            "ROW_KIND_RAW_TAPS; give the verifier --fuse-for, or the drafter --rows raw$",
+        ),
+        (
+            # The verifier fuses for an EAGLE-3 draft of the same width, taps and element type.
+            {**FUSED_DRAFT, "model_hash": "d2"},
+            FUSED_TARGET,
+            "^fused_model_hash: the drafter has d2, the verifier d1; "
+            "give the verifier --fuse-for with the drafter's --draft-model$",
+        ),
+        (
+            {"tap_layers": [0, 2]},
+            {},
+            r"^tap_layers: the drafter has \[0, 2\], the verifier \[1, 2\]; "
+            "give the verifier --tap-layers or --fuse-for$",
+        ),
+        (
+            {"row_dtype": rows_pb2.ROW_DTYPE_BFLOAT16},
+            {},
+            "^row_dtype: the drafter has ROW_DTYPE_BFLOAT16, the verifier ROW_DTYPE_FLOAT32; "
+            "give the drafter --row-dtype$",
+        ),
+    ],
+)
+def test_a_dflash_drafter_that_does_not_fit_is_told_which_flags_mend_it(
+    change: dict[str, Any], target: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelMismatch, match=message):
+        check_pair(_draft(method="dflash", **change), _target(**target))
+
+
+def test_dflash_and_eagle3_drafters_share_a_verifier_that_fuses_for_one_of_them() -> None:
+    check_pair(_draft(method="dflash", **FUSED_DRAFT), _target(**FUSED_TARGET))
+    check_pair(_draft(method="eagle3", model_hash="d2"), _target(**FUSED_TARGET))
+
+
 @pytest.mark.parametrize("field", ["protocol_version", "tokenizer_hash"])
 def test_a_verifier_of_another_tokenizer_or_protocol_is_refused(field: str) -> None:
     value: Any = "t2" if field == "tokenizer_hash" else 2

@@ -13,7 +13,12 @@ import pytest
 from coordinator import run
 from coordinator.chat import Question, statistics_line
 from coordinator.run import RunConfig
-from drafter_service.config import DRAFT_SAMPLINGS, METHODS, DrafterConfig
+from drafter_service.config import (
+    DEFAULT_DRAFT_COUNTS,
+    DRAFT_SAMPLINGS,
+    METHODS,
+    MODEL_METHODS,
+)
 from graph_runtime.load import TORCH_DTYPES
 from splitspec.errors import UserError
 from splitspec.v1 import generation_pb2
@@ -37,12 +42,15 @@ MISTAKES = {
     "model pull": "missing argument 'name'",
     "run --max-tokens 0 x": "invalid value for '--max-tokens': ",
     "run --draft-count 8 x": "invalid value for '--draft-count': ",
-    "run --draft foo x": "--draft 'foo' is not ngram or eagle3 or none",
+    "run --draft foo x": "--draft 'foo' is not ngram or eagle3 or dflash or none",
     "run --draft eagle3 x": "--draft eagle3 needs --draft-model, the folder of a checkpoint",
-    "run --draft-model . x": "--draft-model goes with --draft eagle3; it is ngram",
-    "run --draft none --draft-sampling argmax x": "--draft-sampling goes with --draft eagle3; it",
+    "run --draft dflash x": "--draft dflash needs --draft-model, the folder of a checkpoint",
+    "run --draft-model . x": "--draft-model goes with --draft eagle3 or dflash; it is ngram",
+    "run --draft none --draft-sampling argmax x": "--draft-sampling goes with --draft eagle3 or ",
     "run --draft eagle3 --draft-model /nowhere x": "--draft-model '/nowhere' is not a folder",
+    "run --draft dflash --draft-model /nowhere x": "--draft-model '/nowhere' is not a folder",
     "run --draft eagle3 --draft-model . --draft-sampling top x": "--draft-sampling 'top' is not",
+    "run --draft dflash --draft-model . --draft-sampling top x": "--draft-sampling 'top' is not",
     "run --runtime foo x": "--runtime 'foo' is not executorch or torch",
     "run --precision foo x": "--precision 'foo': --runtime executorch has fp32, 8da8w",
     "run --runtime torch --precision 8da8w x": "--precision '8da8w': --runtime torch has",
@@ -108,8 +116,11 @@ def test_run_knows_the_choices_of_the_services_that_it_starts() -> None:
     assert list(run.PRECISIONS) == list(DEFAULT_PRECISIONS)
     assert VerifierConfig.runtime == next(iter(run.PRECISIONS))
     assert set(run.METHODS) == {*METHODS, "none"}
+    assert set(run.MODEL_METHODS) == set(MODEL_METHODS)
+    assert set(run.DRAFT_COUNTS) == set(run.MODEL_METHODS)
     assert run.DRAFT_SAMPLINGS == DRAFT_SAMPLINGS
-    assert run.MAX_DRAFT_COUNT == VerifierConfig.max_draft_count == DrafterConfig.max_draft_count
+    assert run.MAX_DRAFT_COUNT == VerifierConfig.max_draft_count
+    assert set(DEFAULT_DRAFT_COUNTS.values()) == {run.MAX_DRAFT_COUNT}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +142,21 @@ def test_the_statistics_say_how_it_was_drafted_and_why_it_ended() -> None:
     cost.draft_method = ""
     finish.statistics.CopyFrom(cost)
     assert statistics_line(finish).endswith("draft none  rounds 3  finish length  seed 5")
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "dflash"])
+def test_the_statistics_line_tells_the_methods_apart(method: str) -> None:
+    cost = generation_pb2.GenerationStatistics(
+        round_count=3, draft_token_count=6, accepted_token_count=3, draft_method=method
+    )
+    line = statistics_line(generation_pb2.Finish(statistics=cost))
+    assert line.split("  ")[4:] == [
+        f"draft {method}",
+        "rounds 3",
+        "accepted 3/6 (50 %)",
+        "finish unspecified",
+        "seed 0",
+    ]
 
 
 def test_a_wait_shows_progress_and_no_other_log_line(capsys: pytest.CaptureFixture[str]) -> None:
