@@ -119,7 +119,7 @@ def test_run_knows_the_choices_of_the_services_that_it_starts() -> None:
     assert set(run.MODEL_METHODS) == set(MODEL_METHODS)
     assert set(run.DRAFT_COUNTS) == set(run.MODEL_METHODS)
     assert run.DRAFT_SAMPLINGS == DRAFT_SAMPLINGS
-    assert run.MAX_DRAFT_COUNT == VerifierConfig.max_draft_count
+    assert VerifierConfig.max_draft_count == run.MAX_DRAFT_COUNT
     assert set(DEFAULT_DRAFT_COUNTS.values()) == {run.MAX_DRAFT_COUNT}
 
 

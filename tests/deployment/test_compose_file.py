@@ -73,17 +73,21 @@ def test_a_verifier_waits_for_the_model_and_keeps_its_program(name: str) -> None
     assert read_compose(ROOT / "compose.yaml", {})["volumes"] == {"models": None}
 
 
-@pytest.mark.parametrize("draft", ["", "/var/lib/splitspec/head"])
-def test_variables_alone_make_the_drafter_one_of_eagle3(
+@pytest.mark.parametrize("draft", ["", "eagle3", "dflash"])
+def test_variables_alone_make_the_drafter_one_with_a_model(
     draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the head of compose.yaml says; without them the services start as before."""
-    said = re.findall(r"#   export (.*)", (ROOT / "compose.yaml").read_text())
+    text = (ROOT / "compose.yaml").read_text()
+    said = re.findall(r"#   export (.*)", text)
     variables = dict(pair.split("=") for line in said for pair in line.split())
     assert {variables["SPLITSPEC_DRAFT_MODEL"], variables["SPLITSPEC_FUSE_FOR"]} == {
         "/var/lib/splitspec/head"
     }
     variables |= {"SPLITSPEC_DRAFT_MODEL": str(tmp_path), "SPLITSPEC_FUSE_FOR": str(tmp_path)}
+    if draft == "dflash":
+        variables |= dict(re.findall(r"(SPLITSPEC_DRAFT)=(dflash) for", text))
+        variables |= {"SPLITSPEC_BLOCK_LENGTH": "8"}
     services = read_compose(ROOT / "compose.yaml", variables if draft else {})["services"]
     configs: dict[str, Any] = {}
     for name, module in (
@@ -94,7 +98,8 @@ def test_variables_alone_make_the_drafter_one_of_eagle3(
         monkeypatch.setattr(module, "run_service", lambda serving: serving.close())
         monkeypatch.setattr(module, "model_folder", lambda *_: tmp_path, raising=False)
         monkeypatch.setattr(module.logger, "info", partial(_keep, configs, name))
-        environment = services[name]["environment"]
+        given = services[name]["environment"]
+        environment = {key: None if value is None else str(value) for key, value in given.items()}
         result = CliRunner().invoke(
             module.app,
             [services[name]["command"][0], *services[name]["command"][2:]],
@@ -103,7 +108,8 @@ def test_variables_alone_make_the_drafter_one_of_eagle3(
         assert result.exit_code == 0, (name, result.output, result.exception)
     drafter, verifiers = configs.pop("drafter"), configs.values()
     folder = tmp_path if draft else None
-    assert drafter.draft == ("eagle3" if draft else "ngram")
+    assert drafter.draft == (draft or "ngram")
+    assert drafter.block_length == (8 if draft == "dflash" else None)
     assert (drafter.draft_model, drafter.target) == (folder, "smollm2-135m")
     assert drafter.rows == ("fused" if draft else "raw")
     assert [verifier.fuse_for for verifier in verifiers] == [folder, folder]
