@@ -75,7 +75,7 @@ def write_target(folder: Path, *, look_back: int, token_spread: float, seed: int
         **shape(),
     }
     tensors = idle_layers("model.layers.{}", N_LAYERS, HIDDEN)
-    tensors["model.embed_tokens.weight"] = _embedding(seed)
+    tensors["model.embed_tokens.weight"] = embedding(seed)
     tensors["model.norm.weight"] = torch.ones(HIDDEN)
     tensors["lm_head.weight"] = head(seed, token_spread)
     third = math.sqrt(OUTPUT_NORM**2 + 1.0)
@@ -108,6 +108,16 @@ def shape() -> dict[str, Any]:
         "max_position_embeddings": 2048,
         "torch_dtype": "float32",
     }
+
+
+def embedding(seed: int) -> torch.Tensor:
+    """Return the embedding [V, H] of the target of `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(VOCAB_SIZE, WIDTH, generator=generator)
+    table = torch.zeros(VOCAB_SIZE, HIDDEN)
+    table[:, TOKEN] = vectors / vectors.norm(dim=-1, keepdim=True)
+    table[:, CONSTANT] = 1.0
+    return table
 
 
 def head(seed: int, token_spread: float) -> torch.Tensor:
@@ -167,15 +177,6 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, torch.
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
-
-
-def _embedding(seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    vectors = torch.randn(VOCAB_SIZE, WIDTH, generator=generator)
-    table = torch.zeros(VOCAB_SIZE, HIDDEN)
-    table[:, TOKEN] = vectors / vectors.norm(dim=-1, keepdim=True)
-    table[:, CONSTANT] = 1.0
-    return table
 
 
 def _look(
