@@ -40,8 +40,12 @@ class KVCache:
         tail = padded_length(end)
         self.k[slot, :, start:end] = k.transpose(0, 1)
         self.v[slot, :, start:end] = v.transpose(0, 1)
-        self.k[slot, :, end:tail] = 0
-        self.v[slot, :, end:tail] = 0
+        self.clear(slot, end, tail)
+
+    def clear(self, slot: int, start: int, end: int) -> None:
+        """Set positions [start, end) of `slot` to zero."""
+        self.k[slot, :, start:end] = 0
+        self.v[slot, :, start:end] = 0
 
     def read(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of K and V [n_kv_heads, length, D] of `slot`."""

@@ -9,7 +9,7 @@ matrix product gives a row the same bits wherever in the tile it lies, which the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -160,6 +160,26 @@ def tile_runs(spans: Sequence[PackedSpan], first: int) -> list[Run]:
             runs.append(Run(slot=span.slot, start=start, first=low - first, count=high - low))
         span_first = span_end
     return runs
+
+
+def by_tiles(
+    compute: Callable[..., Sequence[torch.Tensor]], *rows: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return what `compute` returns for rows [N, ...], N >= 1, computed a tile at a time.
+
+    Args:
+        compute: takes tensors [TILE_ROWS, ...] like `rows` and returns such tensors.
+        rows: of equal N; the last tile is padded with zeros, whose results are dropped.
+    """
+    count = len(rows[0])
+    tiles = []
+    for first in range(0, count, TILE_ROWS):
+        parts = [part[first : first + TILE_ROWS] for part in rows]
+        short = TILE_ROWS - len(parts[0])
+        if short:
+            parts = [torch.cat((part, part.new_zeros(short, *part.shape[1:]))) for part in parts]
+        tiles.append(compute(*parts))
+    return [torch.cat(parts)[:count] for parts in zip(*tiles, strict=True)]
 
 
 def make_row_invariant(network: nn.Module) -> None:

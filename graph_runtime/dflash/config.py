@@ -66,6 +66,12 @@ class DFlashConfig:
         """Return the window of the layers that have one; None: no layer has."""
         return next((window for window in self.sliding_windows if window is not None), None)
 
+    @property
+    def reach(self) -> int | None:
+        """Return how many of the newest context positions any layer sees; None: all."""
+        windows = [window for window in self.sliding_windows if window is not None]
+        return max(windows) if len(windows) == len(self.sliding_windows) else None
+
     def max_draft_count(self, block_length: int) -> int:
         """Return the largest K that a block of `block_length` slots drafts."""
         return block_length - self.first_draft_slot

@@ -17,6 +17,10 @@ from typing import Protocol
 import torch
 
 from graph_runtime.dflash.config import DFlashConfig
+from splitspec.errors import UserError
+
+LEAST_BLOCK_LENGTH = 2
+"""The pending token and one mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +141,19 @@ class ContextLengths:
     def reset(self, slot: int) -> None:
         """Forget what `slot` held."""
         self._lengths[slot] = 0
+
+
+def checked_block_length(config: DFlashConfig, block_length: int | None) -> int:
+    """Return the slots of a block at run time; None: as the draft was trained.
+
+    Raises:
+        UserError: it is not in 2 .. the trained block_size: slots beyond were never trained.
+    """
+    if block_length is None:
+        return config.block_size
+    if not LEAST_BLOCK_LENGTH <= block_length <= config.block_size:
+        raise UserError(
+            f"block length is {block_length}; expected {LEAST_BLOCK_LENGTH} to "
+            f"{config.block_size}, the block_size that the draft was trained with"
+        )
+    return block_length

@@ -5,11 +5,16 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from graph_runtime.dflash.checkpoint import DFlashCheckpoint
+import torch
+
+from graph_runtime.dflash.checkpoint import DFlashCheckpoint, load_checkpoint, load_fusion
 from graph_runtime.dflash.config import DFlashConfig
-from graph_runtime.dflash.draft import BlockDraft
-from graph_runtime.dflash.network import ContextFusion
+from graph_runtime.dflash.draft import BlockDraft, ContextLengths, checked_block_length
+from graph_runtime.dflash.network import ContextFusion, build_fusion
+from graph_runtime.dflash.torch_draft import TorchBlockDraft, build_network
 from graph_runtime.drafts.source import DraftSource
+from graph_runtime.load import TORCH_DTYPES, needing_executorch, torch_device
+from splitspec.errors import UserError
 
 
 def load_draft(
@@ -42,7 +47,78 @@ def load_draft(
     Raises:
         UserError: what is wrong with the checkpoint or an argument, in one line.
     """
-    raise NotImplementedError
+    if runtime == "executorch":
+        if device != "cpu":
+            raise UserError(f"device is {device!r}; --runtime executorch runs on cpu only")
+        with needing_executorch():
+            from graph_runtime.programs import load_dflash_program
+        return load_dflash_program(
+            source,
+            block_length=block_length,
+            precision=precision,
+            cache_dir=cache_dir,
+            max_context_length=max_context_length,
+            slot_count=slot_count,
+            threads=threads,
+            stop=stop,
+        )
+    if runtime != "torch":
+        raise UserError(f"runtime is {runtime!r}; expected executorch or torch")
+    return load_torch_draft(
+        source,
+        block_length=block_length,
+        precision=precision,
+        cache_dir=cache_dir,
+        max_context_length=max_context_length,
+        slot_count=slot_count,
+        threads=threads,
+        device=device,
+    )
+
+
+def load_torch_draft(
+    source: DraftSource,
+    *,
+    block_length: int | None,
+    precision: str,
+    cache_dir: Path,
+    max_context_length: int,
+    slot_count: int,
+    threads: int | None,
+    device: str = "cpu",
+) -> tuple[TorchBlockDraft, DFlashCheckpoint]:
+    """Load the draft of `source` in plain torch; arguments and errors as in `load_draft`."""
+    if precision not in TORCH_DTYPES:
+        raise UserError(f"precision is {precision!r}; --runtime torch has {list(TORCH_DTYPES)}")
+    place = torch_device(device)
+    checkpoint = load_checkpoint(source, cache_dir)
+    config = checkpoint.config
+    slots = checked_block_length(config, block_length)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        network = build_network(
+            config,
+            block_length=slots,
+            max_context_length=max_context_length,
+            slot_count=slot_count,
+            dtype=TORCH_DTYPES[precision],
+            device=place,
+        )
+    except (RuntimeError, MemoryError) as error:  # torch has no class of its own for it on a CPU
+        raise UserError(
+            f"a draft of the shape in {source.folder} and the K/V of {slot_count} slots do not fit "
+            f"in the memory of {device}"
+        ) from error
+    network.load_state_dict(checkpoint.tensors)
+    draft = TorchBlockDraft(
+        network,
+        block_length=slots,
+        lengths=ContextLengths(slot_count, max_context_length, config.max_draft_count(slots)),
+        model_hash=checkpoint.model_hash,
+        target_ids=checkpoint.target_ids,
+    )
+    return draft, checkpoint
 
 
 def load_fusion_module(
@@ -61,4 +137,6 @@ def load_fusion_module(
     Raises:
         UserError: what is wrong with the checkpoint or the device, in one line.
     """
-    raise NotImplementedError
+    place = torch_device(device)
+    config, digest, tensors = load_fusion(source, cache_dir)
+    return config, digest, build_fusion(config, tensors).to(place)

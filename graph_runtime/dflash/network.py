@@ -75,7 +75,20 @@ class DFlashLayer(nn.Module):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Return the layer's output [N, H] of block slots x [N, H]; `cos` and `sin` [N, 1, D]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, positions, None)
+        q, k, v = self.enter(x, cos, sin)
+        return self.leave(x, self.self_attn.attention(q, k, v, positions, None))
+
+    def enter(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what attention takes: q [N, n_heads, D], k and v [N, n_kv_heads, D]."""
+        u = self.input_layernorm(x)
+        k, v = self.self_attn.keys_values(u, cos, sin)
+        return self.self_attn.queries(u, cos, sin), k, v
+
+    def leave(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output [N, H] of x and what attention mixed [N, n_heads, D]."""
+        x = x + self.self_attn.output(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
