@@ -35,7 +35,8 @@ ContextLength = Annotated[int, flag("max-context-length", "Most tokens of one se
 PrefillChunk = Annotated[int, flag("max-prefill-chunk", "Most tokens of one prefill item.")]
 TapLayers = Annotated[str | None, flag("tap-layers", "Layers of a row, like 1,14,26.")]
 FuseFor = Annotated[
-    Path | None, flag("fuse-for", "EAGLE-3 draft whose fc is applied here: rows of one width.")
+    Path | None,
+    flag("fuse-for", "Draft whose fc is applied here: rows of one width. EAGLE-3 or DFlash."),
 ]
 Threads = Annotated[int | None, flag("threads", "Compute threads.")]
 

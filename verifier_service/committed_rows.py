@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from graph_runtime.projection import RowProjection
 from graph_runtime.target import TargetInfo
 from splitspec.rows import NO_ROWS, RowFormat
 from splitspec.v1 import rows_pb2
@@ -19,23 +20,6 @@ _ROW_DTYPES = {
     torch.bfloat16: rows_pb2.ROW_DTYPE_BFLOAT16,
     torch.float16: rows_pb2.ROW_DTYPE_FLOAT16,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftFusion:
-    """A draft's own projection of the taps, applied here so that a row is one hidden width."""
-
-    model_hash: str
-    """Of the draft's files."""
-    tap_layers: tuple[int, ...]
-    """0-based layer outputs that it takes, ascending."""
-    row_width: int
-    """Elements of the raw row that it takes."""
-    hidden_size: int
-    """H: elements of a fused row."""
-    fuse: Callable[[torch.Tensor], torch.Tensor]
-    """[N, row_width] float32 -> [N, H] float32, on the target's device; a row's bits do not depend
-    on N or on its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +35,7 @@ class Wanted:
 class CommittedRows:
     """Makes rows into host bytes, in the kinds that are offered."""
 
-    def __init__(self, info: TargetInfo, fusion: DraftFusion | None) -> None:
+    def __init__(self, info: TargetInfo, fusion: RowProjection | None) -> None:
         self._fusion = fusion
         self.formats: dict[int, RowFormat] = {
             rows_pb2.ROW_KIND_NONE: NO_ROWS,

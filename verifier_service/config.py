@@ -42,7 +42,8 @@ class VerifierConfig:
     tap_layers: tuple[int, ...] | None = None
     """None: those of the draft in `fuse_for`, or a low, a middle and a high layer."""
     fuse_for: Path | None = None
-    """EAGLE-3 draft whose projection ROW_KIND_FUSED rows carry; None: such rows are not offered."""
+    """Draft whose projection ROW_KIND_FUSED rows carry, of any method that has one; None: such rows
+    are not offered."""
     threads: int | None = None
     otlp_endpoint: str | None = None
     trace_file: Path | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graph_runtime.projection import RowProjection
 from graph_runtime.slots import SlotTable
 from graph_runtime.target import Span, Target
 from splitspec.errors import (
@@ -20,7 +21,7 @@ from splitspec.errors import (
     UserError,
 )
 from splitspec.v1 import rows_pb2
-from verifier_service.committed_rows import CommittedRows, DraftFusion
+from verifier_service.committed_rows import CommittedRows
 from verifier_service.packing import Pack, Work
 from verifier_service.sessions import Session, StreamSessions
 from verifier_service.steps import (
@@ -42,7 +43,7 @@ class Engine:
     """One target and the sessions of every stream. Used by one thread."""
 
     def __init__(
-        self, target: Target, *, max_draft_count: int, fusion: DraftFusion | None = None
+        self, target: Target, *, max_draft_count: int, fusion: RowProjection | None = None
     ) -> None:
         self._rows = CommittedRows(target.info, fusion)
         self._target = target

@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from graph_runtime.projection import RowProjection
 from splitspec.channels import CLIENT_OPTIONS
 from splitspec.errors import EngineFailed
 from splitspec.serving import Lifecycle
 from splitspec.v1 import rows_pb2, sampling_pb2, verifier_pb2_grpc
 from splitspec.v1 import verifier_pb2 as pb
 from tests.fakes import FakeTarget
-from verifier_service.committed_rows import DraftFusion
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
 from verifier_service.server import SERVICE_NAME, serve_verifier
@@ -115,7 +115,7 @@ async def serving(
     folder: Path,
     target: FakeTarget | None = None,
     load: Callable[[Engine], Engine] = lambda engine: engine,
-    fusion: DraftFusion | None = None,
+    fusion: RowProjection | None = None,
     **flags: Any,
 ) -> AsyncIterator[Service]:
     """Serve `target` while the block runs; `load` runs on the engine's thread.

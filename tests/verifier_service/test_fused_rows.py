@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from graph_runtime.choice import Sampling
+from graph_runtime.projection import RowProjection
 from graph_runtime.target import Target
 from splitspec.errors import InvalidArgument, UserError
 from splitspec.v1 import rows_pb2
@@ -21,7 +22,6 @@ from tests.fakes import FakeTarget
 from tests.tiny import write_tiny_model
 from tests.verifier_service.service import opening, prefill, serving, stream_of, window
 from verifier_service.__main__ import load_engine
-from verifier_service.committed_rows import DraftFusion
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
 from verifier_service.fusion import load_draft_fusion
@@ -298,7 +298,7 @@ def test_fused_rows_are_refused_where_none_are_made_naming_the_kinds_offered(
 def test_taps_are_the_drafts_and_a_contradiction_names_both(model: Path, tmp_path: Path) -> None:
     folder = draft(tmp_path)
 
-    def load(fuse_for: Path = folder, **fields: Any) -> DraftFusion:
+    def load(fuse_for: Path = folder, **fields: Any) -> RowProjection:
         fusion = load_draft_fusion(config(model, fuse_for, tmp_path, **fields), model)
         assert fusion is not None
         return fusion
@@ -362,7 +362,8 @@ class Recorder:
 
     def __init__(self, target: Target, hidden: int = 3) -> None:
         self.calls: list[tuple[int, str]] = []
-        self.fusion = DraftFusion(
+        self.fusion = RowProjection(
+            method="eagle3",
             model_hash="d" * 64,
             tap_layers=target.info.tap_layers,
             row_width=target.info.row_width,
