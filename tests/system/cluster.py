@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -159,25 +159,35 @@ class Cluster:
         command += ["--continuations", str(file), *flags]
         self.start(kind, [*command, "--address", self.address(kind)])
 
-    def start_eagle3(
+    def start_eagle3(self, name: str, head: Path, *flags: str, **fields: Any) -> None:
+        """Start an EAGLE-3 drafter, or a variant of it; `fields`: see `_start_model_drafter`."""
+        self._start_model_drafter("eagle3", name, head, flags, **fields)
+
+    def start_dflash(self, name: str, draft: Path, *flags: str, **fields: Any) -> None:
+        """Start a DFlash drafter, or a variant of it; `fields`: see `_start_model_drafter`."""
+        self._start_model_drafter("dflash", name, draft, flags, **fields)
+
+    def _start_model_drafter(
         self,
+        method: str,
         name: str,
-        head: Path,
-        *flags: str,
+        draft: Path,
+        flags: Sequence[str],
+        *,
         target: Path | None = None,
         variant: str | None = None,
         wait: bool = True,
     ) -> None:
-        """Start an EAGLE-3 drafter, or a variant of it (tests/eagle3_drafters.py).
+        """Start a drafter of `method`, or a variant of it (tests/METHOD_drafters.py).
 
         Without another `target` it drafts for the cluster's model.
         """
         module = ["-m", "drafter_service"]
         if variant is not None:
             report = str(self.folder / f"{name}.jsonl")
-            module = [str(ROOT / "tests" / "eagle3_drafters.py"), variant, report]
-        command = [sys.executable, *module, "serve", "--draft", "eagle3"]
-        command += ["--draft-model", str(head), "--target", str(target or self.model)]
+            module = [str(ROOT / "tests" / f"{method}_drafters.py"), variant, report]
+        command = [sys.executable, *module, "serve", "--draft", method]
+        command += ["--draft-model", str(draft), "--target", str(target or self.model)]
         command += ["--cache-dir", str(self.cache_dir), "--address", self.address(name), *flags]
         self.start(name, command, wait=wait)
 

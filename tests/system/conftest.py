@@ -19,6 +19,8 @@ EAGLE3_VERIFIER = [*RUNTIMES["torch"], "--slot-count", "18"]
 EAGLE3_VERIFIER += ["--max-context-length", "128", "--max-prefill-chunk", "32"]
 EAGLE3_FLAGS = [*RUNTIMES["torch"], "--slot-count", "10", "--max-context-length", "128"]
 EAGLE3_FLAGS += ["--draft-sampling", "coupled"]
+DFLASH_VERIFIER = EAGLE3_VERIFIER
+DFLASH_FLAGS = EAGLE3_FLAGS
 
 
 @pytest.fixture(scope="session")
