@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from graph_runtime.architecture import MOST, DecoderConfig
+from graph_runtime.architecture import MOST
 from graph_runtime.config_values import integer
+from graph_runtime.drafts.target import TargetSizes
 from splitspec.errors import UserError
 
 _PADDINGS = (64, 128, 256, 512)
@@ -18,7 +19,7 @@ _MANY = 1024
 _HEAD = "lm_head.weight"
 
 
-def vocab_size(layer: Mapping[str, Any], target: DecoderConfig | None) -> int:
+def vocab_size(layer: Mapping[str, Any], target: TargetSizes | None) -> int:
     """Return V: the target's where it is known, else what the draft states.
 
     Raises:

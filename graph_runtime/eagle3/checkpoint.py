@@ -13,12 +13,21 @@ from graph_runtime.checkpoint import StoredTensor, stored_tensors
 from graph_runtime.config_values import boolean, read_config_object
 from graph_runtime.drafts.embeddings import choose_embedding
 from graph_runtime.drafts.source import DraftSource, check_choice
-from graph_runtime.drafts.vocabulary import is_padded, read_target_ids
+from graph_runtime.drafts.target import reading_target
+from graph_runtime.drafts.tensors import (
+    EMBEDDING,
+    HEAD,
+    TARGET_EMBEDDING,
+    check_elements,
+    check_names,
+    own_head,
+    read_draft_vocabulary,
+    shared_head,
+    target_tensor,
+)
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.config_reader import FEEDBACKS, read_eagle3_config, read_keys
 from graph_runtime.eagle3.layouts import (
-    VOCABULARY,
-    Shape,
     expected_shapes,
     find_layout,
     network_names,
@@ -29,12 +38,9 @@ from splitspec.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_EMBEDDING = "embed_tokens.weight"
-_HEAD = "lm_head.weight"
 _TARGET_NORM = "fusion.target_norm.weight"
-_SHARED = (_EMBEDDING, _HEAD, _TARGET_NORM)
+_SHARED = (EMBEDDING, HEAD, _TARGET_NORM)
 """What a file may leave to the target."""
-_TARGET_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +105,17 @@ def load_checkpoint(source: Eagle3Source, cache_dir: Path) -> Eagle3Checkpoint:
         if name not in _SHARED
     }
     tensors |= _target_norm(files)
-    tensors[_EMBEDDING] = choose_embedding(
-        files.stored.get(_EMBEDDING),
-        _target_tensor(files, _TARGET_EMBEDDING, _EMBEDDING),
+    tensors[EMBEDDING] = choose_embedding(
+        files.stored.get(EMBEDDING),
+        target_tensor(source.target, TARGET_EMBEDDING, expected_shapes(files.config)[EMBEDDING]),
         choice=source.embeddings,
         vocabulary=files.config.vocab_size,
     )
-    tensors[_HEAD] = _head(files, tensors[_EMBEDDING])
+    tensors[HEAD] = _head(files, tensors[EMBEDDING])
     return Eagle3Checkpoint(
         config=files.config,
         model_hash=model_hash(source.folder, cache_dir),
-        target_ids=_target_ids(files),
+        target_ids=read_draft_vocabulary(files.stored, source.folder, files.config.vocab_size),
         tensors=tensors,
         tokenizer_hash=None if source.target is None else tokenizer_hash(source.target),
     )
@@ -144,7 +150,7 @@ def _open(source: Eagle3Source) -> _Files:
     content = read_config_object(source.folder / "config.json")
     by_stored_name = stored_tensors(source.folder)
     try:
-        _check_elements(by_stored_name)
+        check_elements(by_stored_name)
         layout = find_layout(content, by_stored_name)
         names = network_names(layout, by_stored_name)
         stored = {name: by_stored_name[names[name]] for name in names}
@@ -165,23 +171,8 @@ def _open(source: Eagle3Source) -> _Files:
 
 
 def _read_target(folder: Path) -> DecoderConfig:
-    try:
+    with reading_target(folder):
         return read_config(folder)
-    except UserError as error:
-        raise UserError(f"target {folder}: {error}") from error
-
-
-def _check_elements(stored: dict[str, StoredTensor]) -> None:
-    """Refuse files without tensors and tensors without elements: no layout has either.
-
-    Raises:
-        UserError: names the first such tensor and its shape.
-    """
-    if not stored:
-        raise UserError("its safetensors hold no tensors")
-    for name, tensor in sorted(stored.items()):
-        if 0 in tensor.shape:
-            raise UserError(f"tensor {name} is {list(tensor.shape)}, without elements")
 
 
 def _check_names(config: Eagle3Config, stored: dict[str, StoredTensor]) -> None:
@@ -191,75 +182,36 @@ def _check_names(config: Eagle3Config, stored: dict[str, StoredTensor]) -> None:
         UserError: names it as the file does, with both shapes.
     """
     wanted = expected_shapes(config)
-    for name, tensor in sorted(stored.items()):
-        if name in VOCABULARY:
-            continue
-        if name not in wanted or name == _TARGET_NORM:
-            raise UserError(f"unexpected tensor {tensor.name} {list(tensor.shape)}")
-        if not _fits(name, tensor.shape, wanted[name]):
-            raise UserError(
-                f"tensor {tensor.name} is {list(tensor.shape)}; "
-                f"config.json asks for {list(wanted[name])}"
-            )
-    missing = sorted(set(wanted) - set(stored) - set(_SHARED))
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"missing tensor {stored_name(config.layout, missing[0])}{more}")
-
-
-def _fits(name: str, shape: Shape, wanted: Shape) -> bool:
-    if name in (_EMBEDDING, _HEAD):
-        return len(shape) == 2 and shape[1] == wanted[1] and is_padded(shape[0], wanted[0])
-    return shape == wanted
-
-
-def _target_ids(files: _Files) -> torch.Tensor | None:
-    head, vocabulary = files.stored.get(_HEAD), files.config.vocab_size
-    maps = [files.stored[name].read() if name in files.stored else None for name in VOCABULARY]
-    try:
-        return read_target_ids(
-            *maps, head_rows=head.shape[0] if head else vocabulary, vocabulary=vocabulary
-        )
-    except UserError as error:
-        raise UserError(f"{files.source.folder}: {error}") from error
+    wanted.pop(_TARGET_NORM, None)
+    layout = config.layout
+    check_names(
+        stored,
+        wanted,
+        optional=(EMBEDDING, HEAD),
+        stored_name=lambda name: stored_name(layout, name),
+    )
 
 
 def _head(files: _Files, embedding: torch.Tensor) -> torch.Tensor:
     """Return the head [Vd, H]: the file's whenever it has one, whatever it says about ties."""
-    rows = files.config.draft_vocab_size
-    own = files.stored.get(_HEAD)
-    if own is not None:
-        if own.shape[0] > rows:
-            logger.info("%s: padding rows of %s are dropped", own.path, _HEAD)
-        return own.read_weight()[:rows]
-    if files.tied and _EMBEDDING in files.stored:
+    head = own_head(files.stored, files.config.draft_vocab_size)
+    if head is not None:
+        return head
+    if files.tied and EMBEDDING in files.stored:
         logger.info("the draft's head is its embedding: tie_word_embeddings is true")
         return embedding
-    tied = files.target is not None and files.target.tied
-    shared = _target_tensor(files, _TARGET_EMBEDDING if tied else _HEAD, _HEAD)
-    if shared is None:
-        raise UserError(
-            f"{files.source.folder}: missing tensor {_HEAD}; give --target, of the draft's "
-            "hidden_size, to share its head"
-        )
-    logger.info("the draft has no head of its own: %s of %s is shared", shared.name, shared.path)
-    return shared.read_weight()
+    return shared_head(
+        files.source.folder,
+        files.source.target,
+        tied=files.target is not None and files.target.tied,
+        shape=expected_shapes(files.config)[HEAD],
+    )
 
 
 def _target_norm(files: _Files) -> dict[str, torch.Tensor]:
     if files.config.use_aux_hidden_state:
         return {}
-    norm = _target_tensor(files, "model.norm.weight", _TARGET_NORM)
+    shape = expected_shapes(files.config)[_TARGET_NORM]
+    norm = target_tensor(files.source.target, "model.norm.weight", shape)
     assert norm is not None, "such a draft is refused without a target"
     return {_TARGET_NORM: norm.read_weight()}
-
-
-def _target_tensor(files: _Files, name: str, as_name: str) -> StoredTensor | None:
-    """Return one of the target's tensors; None where there is none of the draft's shape."""
-    if files.source.target is None:
-        return None
-    tensor = stored_tensors(files.source.target).get(name)
-    if tensor is None:
-        raise UserError(f"{files.source.target}: missing tensor {name}")
-    same = tensor.shape == expected_shapes(files.config)[as_name]
-    return tensor if same else None

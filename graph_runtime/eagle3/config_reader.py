@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graph_runtime.architecture import MOST, DecoderConfig
-from graph_runtime.config_values import boolean, integer, number, refused
+from graph_runtime.architecture import DecoderConfig
+from graph_runtime.config_values import boolean, number, refused
 from graph_runtime.drafts.keys import head_dim, is_given, kv_heads, object_at, rope, size
+from graph_runtime.drafts.target import check_target_layers, target_hidden_size
 from graph_runtime.drafts.vocabulary import draft_vocab_size, vocab_size
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.layouts import Shape, refuse_other_methods
@@ -91,7 +92,7 @@ def read_eagle3_config(
     use_aux = keys.flag("use_aux_hidden_state", default=True)
     refuse_other_methods(hidden, shapes, use_aux_hidden_state=use_aux)
     _refuse_unsupported(keys)
-    _check_target_layers(keys.top, target)
+    check_target_layers("num_target_layers", keys.top.get("num_target_layers"), target)
     n_heads = size(layer, "num_attention_heads")
     target_hidden = _target_hidden_size(keys, hidden, target, use_aux=use_aux)
     vocabulary = vocab_size(layer, target)
@@ -147,13 +148,6 @@ def _refuse_unsupported(keys: Eagle3Keys) -> None:
         raise refused("eagle_config.parallel_draft_step", step, "1: parallel drafts are no EAGLE-3")
 
 
-def _check_target_layers(top: Mapping[str, Any], target: DecoderConfig | None) -> None:
-    """Refuse a target with another number of layers than DeepSpec's files state."""
-    stated = top.get("num_target_layers")
-    if target is not None and stated is not None and stated != target.n_layers:
-        raise refused("num_target_layers", stated, f"the target's {target.n_layers}")
-
-
 def _norms_before_fc(
     keys: Eagle3Keys, shapes: Mapping[str, Shape], *, use_aux: bool
 ) -> tuple[bool, bool]:
@@ -188,13 +182,7 @@ def _norms_before_fc(
 def _target_hidden_size(
     keys: Eagle3Keys, hidden: int, target: DecoderConfig | None, *, use_aux: bool
 ) -> int:
-    key = "target_hidden_size"
-    width = hidden if target is None else target.hidden_size
-    if is_given(keys.top, key):
-        stated = integer(keys.top, key, least=1, most=MOST["hidden_size"])
-        if target is not None and stated != width:
-            raise UserError(f"config.json: {key} is {stated}; the target's hidden_size is {width}")
-        width = stated
+    width = target_hidden_size(keys.top, hidden, target)
     if not use_aux and width != hidden:
         raise UserError(
             f"use_aux_hidden_state is false, so the target's hidden_size, {width}, has to be the "

@@ -13,8 +13,6 @@ from graph_runtime.drafts.shapes import Shape, layer_shapes
 from graph_runtime.eagle3.config import Eagle3Config
 from splitspec.errors import UserError
 
-VOCABULARY = ("d2t", "t2d")
-"""What a file holds besides weights."""
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 _DEEPSPEC = ("Qwen3Eagle3Model",)
 _LLAMA = ("LlamaForCausalLMEagle3", "LlamaForCausalLM", "Eagle3LlamaForCausalLM")

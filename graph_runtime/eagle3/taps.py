@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graph_runtime.architecture import MOST, DecoderConfig
-from graph_runtime.config_values import refused
+from graph_runtime.architecture import DecoderConfig
+from graph_runtime.drafts.taps import FLAG, check_taps, count_taps, hf_layer_ids, layer_ids
 from graph_runtime.limits import default_tap_layers
 from splitspec.errors import UserError
 
@@ -36,18 +36,15 @@ def stated_tap_layers(
                 "two number layers differently; give --tap-layers"
             )
     if layout == "speculators":
-        ids = _ids(IDS, top.get(IDS), first=1)
-        if ids and ids[0] == 0:
-            raise refused(IDS, list(ids), "layers from 1: 0 is the embedding's output, no layer's")
-        return None if ids is None else tuple(i - 1 for i in ids)
+        return hf_layer_ids(IDS, top.get(IDS))
     if top.get(IDS) is not None:
         raise UserError(
             f"config.json: {IDS} is at the top level, where exporters disagree on whether a "
             "layer's output or its input is meant; give --tap-layers"
         )
     if layout == "deepspec":
-        return _ids(_DEEPSPEC_IDS, top.get(_DEEPSPEC_IDS))
-    return _ids(f"eagle_config.{IDS}", nested.get(IDS))
+        return layer_ids(_DEEPSPEC_IDS, top.get(_DEEPSPEC_IDS))
+    return layer_ids(f"eagle_config.{IDS}", nested.get(IDS))
 
 
 def resolve_tap_layers(
@@ -70,14 +67,10 @@ def resolve_tap_layers(
     Raises:
         UserError: they are unknown, no layers of the target, or not as many as fc takes.
     """
-    taps = stated if override is None else _ids("--tap-layers", list(override))
+    taps = stated if override is None else layer_ids(FLAG, list(override))
     if fc is None:  # whatever layers the file states are not read
         return _last_layer(override, target)
-    if len(fc) != 2 or fc[1] % target_hidden:
-        raise UserError(
-            f"tensor fc.weight is {list(fc)}; expected inputs that are a multiple of the target's "
-            f"hidden_size, {target_hidden}"
-        )
+    count_taps(fc, target_hidden)
     if taps is None:
         if target is None:
             raise UserError(
@@ -85,16 +78,7 @@ def resolve_tap_layers(
                 "layers; give --target or --tap-layers"
             )
         taps = default_tap_layers(target.n_layers)
-    if len(taps) != fc[1] // target_hidden:
-        raise UserError(
-            f"tensor fc.weight is {list(fc)}, so it takes {fc[1] // target_hidden} taps of width "
-            f"{target_hidden}, but the tap layers are {list(taps)}; give --tap-layers"
-        )
-    if target is not None and taps[-1] >= target.n_layers:
-        raise UserError(
-            f"tap layers are {list(taps)}, but the target has the layers 0..{target.n_layers - 1}"
-        )
-    return taps
+    return check_taps(taps, fc, target_hidden=target_hidden, target=target)
 
 
 def _last_layer(override: tuple[int, ...] | None, target: DecoderConfig | None) -> tuple[int, ...]:
@@ -111,21 +95,3 @@ def _last_layer(override: tuple[int, ...] | None, target: DecoderConfig | None) 
             f"the target's last layer, {last[0]}"
         )
     return last
-
-
-def _ids(key: str, value: object, *, first: int = 0) -> tuple[int, ...] | None:
-    """Return a list of layers, whose lowest has the number `first`; None: there is none.
-
-    NOTE: `first` - 1 passes: the caller has more to say about the embedding's output.
-    """
-    if value is None:
-        return None
-    most = first + MOST["num_hidden_layers"] - 1
-    whole = isinstance(value, list) and all(
-        isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= most for i in value
-    )
-    if not isinstance(value, list) or not whole or not value or value != sorted(set(value)):
-        if key.startswith("--"):
-            raise UserError(f"{key} is {value!r}; expected ascending layers in [0, {most}]")
-        raise refused(key, value, f"a list of ascending layers in [{first}, {most}], or null")
-    return tuple(value)
