@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from graph_runtime.checkpoint import StoredTensor, stored_tensors
+from graph_runtime.config_values import boolean, read_config_object
 from graph_runtime.dflash.config import DFlashConfig
+from graph_runtime.dflash.config_reader import read_dflash_config
+from graph_runtime.dflash.keys import read_keys
+from graph_runtime.dflash.layouts import (
+    expected_shapes,
+    find_layout,
+    ignored_shapes,
+    network_names,
+    stored_name,
+)
+from graph_runtime.drafts.embeddings import choose_embedding
 from graph_runtime.drafts.source import DraftSource
+from graph_runtime.drafts.target import DraftTarget, read_target
+from graph_runtime.drafts.tensors import (
+    EMBEDDING,
+    HEAD,
+    TARGET_EMBEDDING,
+    check_elements,
+    check_names,
+    own_head,
+    read_draft_vocabulary,
+    shared_head,
+    target_tensor,
+)
+from graph_runtime.model_files import model_hash, tokenizer_hash
+from splitspec.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_SHARED = (EMBEDDING, HEAD)
+"""What a file may leave to the target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +58,19 @@ class DFlashCheckpoint:
     """Of the target that was given."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Files:
+    """A draft's folder with its config read and every name and shape checked, no tensor read."""
+
+    source: DraftSource
+    config: DFlashConfig
+    tied: bool
+    """Whether the file says that its head is its own embedding."""
+    stored: dict[str, StoredTensor]
+    """Under the network's names, `d2t` and `t2d` too."""
+    target: DraftTarget | None
+
+
 def load_checkpoint(source: DraftSource, cache_dir: Path) -> DFlashCheckpoint:
     """Load a draft, with embeddings and head from the target where the file has none.
 
@@ -36,7 +81,23 @@ def load_checkpoint(source: DraftSource, cache_dir: Path) -> DFlashCheckpoint:
     Raises:
         UserError: what is wrong, in one line that names the tensor or the key.
     """
-    raise NotImplementedError
+    files = _open(source)
+    shapes = expected_shapes(files.config)
+    tensors = {name: files.stored[name].read_weight() for name in shapes if name not in _SHARED}
+    tensors[EMBEDDING] = choose_embedding(
+        files.stored.get(EMBEDDING),
+        target_tensor(source.target, TARGET_EMBEDDING, shapes[EMBEDDING]),
+        choice=source.embeddings,
+        vocabulary=files.config.vocab_size,
+    )
+    tensors[HEAD] = _head(files, tensors[EMBEDDING])
+    return DFlashCheckpoint(
+        config=files.config,
+        model_hash=model_hash(source.folder, cache_dir),
+        target_ids=read_draft_vocabulary(files.stored, source.folder, files.config.vocab_size),
+        tensors=tensors,
+        tokenizer_hash=None if source.target is None else tokenizer_hash(source.target),
+    )
 
 
 def load_fusion(
@@ -52,4 +113,64 @@ def load_fusion(
     Raises:
         UserError: as `load_checkpoint`.
     """
-    raise NotImplementedError
+    files = _open(source)
+    names = [name for name in expected_shapes(files.config) if name.startswith("fusion.")]
+    tensors = {name: files.stored[name].read_weight() for name in names}
+    return files.config, model_hash(source.folder, cache_dir), tensors
+
+
+def _open(source: DraftSource) -> _Files:
+    target = None if source.target is None else read_target(source.target)
+    content = read_config_object(source.folder / "config.json")
+    by_stored_name = stored_tensors(source.folder)
+    try:
+        check_elements(by_stored_name)
+        layout = find_layout(content, by_stored_name)
+        names = network_names(by_stored_name)
+        stored = {name: by_stored_name[names[name]] for name in names}
+        keys = read_keys(layout, content)
+        # Elsewhere the key is the target's, or a default that the exporter did not mean.
+        tied = layout == "deepspec" and boolean(keys.layer, "tie_word_embeddings")
+        config = read_dflash_config(
+            keys,
+            {name: tensor.shape for name, tensor in stored.items()},
+            target=target,
+            taps=source.tap_layers,
+        )
+        _check_names(config, stored)
+    except UserError as error:
+        raise UserError(f"{source.folder}: {error}") from error
+    return _Files(source=source, config=config, tied=tied, stored=stored, target=target)
+
+
+def _check_names(config: DFlashConfig, stored: dict[str, StoredTensor]) -> None:
+    """Refuse a tensor that is missing, unexpected or misshapen.
+
+    Raises:
+        UserError: names it as the file does, with both shapes.
+    """
+    ignored = ignored_shapes(config)
+    check_names(
+        stored,
+        {**expected_shapes(config), **ignored},
+        optional=(*_SHARED, *ignored),
+        stored_name=stored_name,
+    )
+    for name in sorted(set(ignored) & set(stored)):
+        logger.info("%s: %s is training's copy and is not used", stored[name].path, name)
+
+
+def _head(files: _Files, embedding: torch.Tensor) -> torch.Tensor:
+    """Return the head [Vd, H]: the file's whenever it has one, whatever it says about ties."""
+    head = own_head(files.stored, files.config.draft_vocab_size)
+    if head is not None:
+        return head
+    if files.tied and EMBEDDING in files.stored:
+        logger.info("the draft's head is its embedding: tie_word_embeddings is true")
+        return embedding
+    return shared_head(
+        files.source.folder,
+        files.source.target,
+        tied=files.target is not None and files.target.tied,
+        shape=expected_shapes(files.config)[HEAD],
+    )
