@@ -22,8 +22,8 @@ FUSED_BY_US = 7.0
 """What the fake's fusion adds beside a raw row, so that it can be told."""
 CONFIG = DFlashConfig(
     layout="z-lab",
-    hidden_size=3,
-    target_hidden_size=2,
+    hidden_size=5,
+    target_hidden_size=4,
     intermediate_size=4,
     n_layers=1,
     n_heads=1,
@@ -55,8 +55,8 @@ Logits = Callable[[Sequence[Sequence[float]], int, int], torch.Tensor]
 
 
 def row(text: int, position: int) -> list[float]:
-    """Return the raw row [2] of a position of a text."""
-    return [float(text), float(position)]
+    """Return the raw row [4] of a position of a text."""
+    return [float(text), float(position), 0.0, 0.0]
 
 
 def feature(text: int, position: int) -> list[float]:
@@ -73,11 +73,16 @@ def rows(text: int, start: int, count: int) -> bytes:
 def foretold(text: int, length: int, pending: int, count: int) -> list[int]:
     """Return what the fake drafts after the first `length` positions of a text."""
     context = [feature(text, p) for p in range(length)]
+    return foretold_of(context, pending, count)
+
+
+def foretold_of(context: Sequence[Sequence[float]], pending: int, count: int) -> list[int]:
+    """Return what the fake drafts after features [P, 5]."""
     return [_drafted(context, pending, k) for k in range(1, count + 1)]
 
 
 def _drafted(context: Sequence[Sequence[float]], pending: int, k: int) -> int:
-    digest = sum((p + 1) * int(31 * text + 7 * own) for p, (text, own, _) in enumerate(context))
+    digest = sum((p + 1) * int(31 * c[0] + 7 * c[1]) for p, c in enumerate(context))
     return (digest + 17 * pending + 101 * k + 3) % VOCAB
 
 
@@ -112,7 +117,7 @@ class RecordingDraft:
 
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
         assert rows.dtype == torch.float32
-        assert rows.shape[1] == 2, "a fused row is no raw row"
+        assert rows.shape[1] == 4, "a fused row is no raw row"
         return torch.cat([rows, torch.full((len(rows), 1), FUSED_BY_US)], dim=1)
 
     def run(self, works: Sequence[BlockWork]) -> list[torch.Tensor]:

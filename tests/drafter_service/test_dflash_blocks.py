@@ -166,7 +166,7 @@ def test_a_token_of_the_text_that_is_the_mask_id_is_as_any_other() -> None:
 def test_a_fused_row_is_the_feature_itself_and_never_meets_fc() -> None:
     draft = RecordingDraft()
     made = opened(draft, 0, fused=True)
-    features = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    features = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0], [6.0, 7.0, 8.0, 9.0, 10.0]])
     made.step([replace(work(0, 0, [10, 11], 12, 1), rows=features.numpy().tobytes())])
     assert draft.contexts[0] == features.tolist()
 
@@ -177,7 +177,7 @@ def test_d13_a_row_that_is_no_number_spoils_its_session_alone_until_it_is_releas
 ) -> None:
     draft = RecordingDraft()
     made = opened(draft, 0, 1)
-    hostile = torch.tensor([row(0, 0), [bad, 0.0]]).numpy().tobytes()
+    hostile = torch.tensor([row(0, 0), [bad, 0.0, 0.0, 0.0]]).numpy().tobytes()
     got = made.step(
         [replace(work(0, 0, [12, 13], 14, 3), rows=hostile), work(1, 0, [20], pending=21, count=2)]
     )

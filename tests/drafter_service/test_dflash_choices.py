@@ -78,7 +78,7 @@ def test_argmax_is_served_unless_a_session_or_the_service_says_otherwise() -> No
 
 def _noisy(context: Sequence[Sequence[float]], pending: int, count: int) -> torch.Tensor:
     """Return random logits that everything that a session holds decides."""
-    seed = pending + sum(int(31 * a + b) * (p + 1) for p, (a, b, _) in enumerate(context))
+    seed = pending + sum(int(31 * c[0] + c[1]) * (p + 1) for p, c in enumerate(context))
     return torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(seed))[:count]
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import grpc
 import pytest
 
+from drafter_service.drafter import Drafter
 from splitspec.probe import peer_health
 from splitspec.rows import RowFormat, encode_rows
 from splitspec.v1 import drafter_pb2 as pb
 from splitspec.v1 import rows_pb2
+from tests.drafter_service import block_drafts
 from tests.drafter_service.served import Served, Stream, draft, opened, serving_drafter
 from tests.drafters import RowsDrafter
 
@@ -26,6 +28,8 @@ ANSWER = list(range(4, 250))
 ALLOWED = {"INVALID_ARGUMENT", "COMMITTED_LENGTH_MISMATCH", "SESSION_NOT_FOUND", "NO_FREE_SLOT"}
 ALLOWED |= {"CONTEXT_FULL"}
 Dice = random.Random
+Truth = Callable[[int, int, int], list[int]]
+"""(context length, pending token id, K) -> the drafts of a session whose rows are zeros."""
 
 
 def _rows(start: int, count: int) -> rows_pb2.Rows:
@@ -128,11 +132,35 @@ MAKERS: list[Callable[[Dice], pb.DraftItem]] = [
 ]
 
 
+def _oracle() -> tuple[Drafter, Truth]:
+    drafter = RowsDrafter([(PROMPT, ANSWER)], row_format=TAPS, tap_layers=(1,), instant=True)
+
+    def truth(context_length: int, pending: int, count: int) -> list[int]:
+        del pending
+        return (PROMPT + ANSWER)[context_length + 1 : context_length + 1 + count]
+
+    return drafter, truth
+
+
+def _dflash() -> tuple[Drafter, Truth]:
+    draft = block_drafts.RecordingDraft(slot_count=64, max_context_length=65_536)
+    feature = [*[0.0] * TAPS.width, block_drafts.FUSED_BY_US]
+
+    def truth(context_length: int, pending: int, count: int) -> list[int]:
+        return block_drafts.foretold_of([feature] * context_length, pending, count)
+
+    return block_drafts.drafter(draft), truth
+
+
+DRAFTERS = {"oracle": _oracle, "dflash": _dflash}
+
+
 class Witness:
     """A well-behaved session on a stream of its own."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, truth: Truth) -> None:
         self._stream = stream
+        self._truth = truth
         self._length = 0
         self._tokens = PROMPT + ANSWER
 
@@ -150,11 +178,11 @@ class Witness:
         (result,) = (await self._stream.step(item)).results
         assert not result.HasField("error"), result.error
         assert result.context_length == end
-        assert list(result.draft.draft_token_ids) == self._tokens[end + 1 : end + 6]
+        assert list(result.draft.draft_token_ids) == self._truth(end, self._tokens[end], 5)
         self._length = end
 
 
-async def _send_hostile_items(served: Served, dice: Dice, count: int) -> None:
+async def _send_hostile_items(served: Served, dice: Dice, count: int, truth: Truth) -> None:
     """Send `count` messages with hostile items on one stream; each item must fail by itself."""
     stream = served.stream()
     await stream.step(opened(1))
@@ -166,7 +194,7 @@ async def _send_hostile_items(served: Served, dice: Dice, count: int) -> None:
             assert result.context_length == 0
     # The stream's own session is as it was, too.
     reply = await stream.step(draft(1, 0, [1, 2, 3], pending=4, count=2, rows=_rows(0, 3)))
-    assert list(reply.results[0].draft.draft_token_ids) == [5, 6]
+    assert list(reply.results[0].draft.draft_token_ids) == truth(3, 4, 2)
     await stream.finish()
 
 
@@ -190,17 +218,18 @@ async def _send_hostile_bytes(served: Served, dice: Dice) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", DRAFTERS)
 async def test_two_thousand_hostile_messages_leave_the_drafter_healthy(
-    tmp_path: Path, seed: int
+    tmp_path: Path, kind: str, seed: int
 ) -> None:
     dice = random.Random(seed)
-    drafter = RowsDrafter([(PROMPT, ANSWER)], row_format=TAPS, tap_layers=(1,), instant=True)
+    drafter, truth = DRAFTERS[kind]()
     async with serving_drafter(drafter, tmp_path) as served:
         witness = served.stream()
         await witness.step(opened(9))
-        session = Witness(witness)
+        session = Witness(witness, truth)
         for _ in range(MESSAGES // 4 // 25):
-            await _send_hostile_items(served, dice, 20)
+            await _send_hostile_items(served, dice, 20, truth)
             for _ in range(5):
                 await _send_hostile_bytes(served, dice)
             await session.round()
