@@ -210,7 +210,7 @@ def _warm_up(config: DrafterConfig, draft: BlockDraft, info: DrafterInfo) -> Non
         UserError: what comes out is not finite: no session would ever get a draft token.
     """
     count = min(8, info.max_context_length)
-    features = draft.fuse(torch.zeros(count, draft.config.raw_row_width))
+    features = draft.fuse(torch.ones(count, draft.config.raw_row_width))
     check_finite(config, "features", features)
     work = BlockWork(
         slot=0,

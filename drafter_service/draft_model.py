@@ -118,7 +118,7 @@ def session_sampling(parameters: SessionParameters, default: DraftSampling) -> S
 
 
 def check_finite(config: DrafterConfig, what: str, values: torch.Tensor) -> None:
-    """Check what a draft gives for rows of zeros, before it is served.
+    """Check what a draft gives when it warms up, before it is served.
 
     Raises:
         UserError: `what` it gives is not finite: no session would ever get a draft token.

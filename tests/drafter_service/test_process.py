@@ -24,6 +24,7 @@ from splitspec.rows import RowFormat, encode_rows
 from splitspec.v1 import drafter_pb2 as pb
 from splitspec.v1 import rows_pb2
 from splitspec.v1.drafter_pb2_grpc import DrafterStub
+from tests import dflash_layouts
 from tests.drafter_service.served import draft, opened, released
 from tests.eagle3_layouts import random_weights, write_draft
 from tests.tiny import write_tiny_model
@@ -151,6 +152,8 @@ def test_the_socket_of_a_killed_drafter_is_taken_over(tmp_path: Path) -> None:
     [
         (["--draft", "/models/eagle3"], "--draft '/models/eagle3'"),
         (["--draft", "eagle3"], "--draft eagle3 needs --draft-model"),
+        (["--draft", "dflash"], "--draft dflash needs --draft-model"),
+        (["--block-length", "4"], "--block-length 4: --draft ngram has no blocks"),
         (["--tap-layers", "1-3"], "--tap-layers '1-3'"),
         (
             ["--draft", "eagle3", "--draft-model", "/nonexistent/d", "--runtime", "torch"],
@@ -238,6 +241,54 @@ def test_e14_an_eagle3_process_answers_its_handshake_and_a_round_in_k_passes(
         assert [[len(ids) for ids in step] for step in drafts] == [[0, 0], [0, 0], [4, 2], [6, 0]]
         with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5) as page:
             assert f"draft_passes_total {4 + 6}.0" in page.read().decode()
+        child.send_signal(signal.SIGTERM)
+        _, errors = child.communicate(timeout=LIMIT_SECONDS)
+        assert child.returncode == 0, errors
+        assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("rows_kind", ["raw", "fused"])
+def test_d2_a_dflash_process_answers_its_handshake_and_a_round_in_one_pass(
+    tmp_path: Path, rows_kind: str
+) -> None:
+    draft_model = dflash_layouts.write_draft(
+        tmp_path / "tiny-draft", dflash_layouts.random_weights(2)
+    )
+    target = write_tiny_model(tmp_path / "target")
+    address, metrics = f"unix:{tmp_path}/d.sock", f"127.0.0.1:{free_port()}"
+    command = [*SERVE, "--draft", "dflash", "--draft-model", str(draft_model), "--runtime", "torch"]
+    command += ["--target", str(target), "--rows", rows_kind, "--threads", "1"]
+    command += ["--block-length", "6", "--address", address, "--cache-dir", str(tmp_path / "cache")]
+    with process([*command, "--metrics-address", metrics], address) as (child, stub):
+        info = stub.GetModel(pb.DrafterGetModelRequest(), timeout=LIMIT_SECONDS)
+        assert (info.method, info.model_id, info.vocab_size) == ("dflash", "tiny-draft", 300)
+        assert (list(info.tap_layers), info.row_width) == (
+            [0, 1, 2],
+            64 if rows_kind == "fused" else 192,
+        )
+        assert (info.slot_count, info.max_context_length, info.max_draft_count) == (8, 1024, 5)
+        row_format = RowFormat(kind=info.row_kind, dtype=info.row_dtype, width=info.row_width)
+        rows = partial(rows_of, row_format)
+        steps = [
+            [opened(1), opened(2)],
+            [draft(1, 0, [5, 6, 7], rows=rows(0, 3)), draft(2, 0, [9], rows=rows(0, 1))],
+            [draft(1, 3, pending=8, count=4), draft(2, 1, pending=4, count=2)],
+            [draft(1, 3, [8], pending=11, count=6, rows=rows(3, 1)), released(2)],
+            [draft(1, 3, [8], pending=11, count=5, rows=rows(3, 1))],
+        ]
+        requests = (
+            pb.DrafterRunStepsRequest(step=i + 1, items=items) for i, items in enumerate(steps)
+        )
+        replies = list(stub.RunSteps(requests, timeout=LIMIT_SECONDS))
+        (refused,) = (r for reply in replies for r in reply.results if r.HasField("error"))
+        assert (refused.error.reason, refused.context_length) == ("INVALID_ARGUMENT", 3)
+        assert "draft.draft_count is 6" in refused.error.message  # d19
+        assert "0..5" in refused.error.message
+        drafts = [[list(x.draft.draft_token_ids) for x in r.results] for r in replies]
+        counts = [[len(ids) for ids in step] for step in drafts]
+        assert counts == [[0, 0], [0, 0], [4, 2], [0, 0], [5]]
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5) as page:
+            assert "draft_passes_total 2.0" in page.read().decode()
         child.send_signal(signal.SIGTERM)
         _, errors = child.communicate(timeout=LIMIT_SECONDS)
         assert child.returncode == 0, errors
