@@ -81,6 +81,11 @@ def write_anchor_draft(folder: Path, **fields: Any) -> Path:
     return _write(folder, weights, own_embeddings=True, **fields)
 
 
+def write_partial_draft(folder: Path, *, look_back: int) -> Path:
+    """Write the draft of a target whose current token decides too: it is right in part."""
+    return _write(folder, planted_weights(look_back + 1), block_size=BLOCK_SIZE)
+
+
 def write_random_draft(folder: Path, seed: int = 0, **fields: Any) -> Path:
     """Write a draft with random weights that fits the target, z-lab layout; return its folder."""
     weights = random_weights(seed, hidden=HIDDEN, vocab_size=VOCAB_SIZE)

@@ -192,10 +192,15 @@ class Cluster:
         self.start(name, command, wait=wait)
 
     def start_coordinator(
-        self, drafter: str | None, *flags: str, verifier: str = "verifier", wait: bool = True
+        self,
+        drafter: str | None,
+        *flags: str,
+        verifier: str = "verifier",
+        name: str | None = None,
+        wait: bool = True,
     ) -> str:
         """Start a coordinator for `drafter` (None: target-only) and return its name."""
-        name = f"coordinator-{drafter or 'target'}"
+        name = name or f"coordinator-{drafter or 'target'}"
         command = [sys.executable, "-m", "coordinator", "serve", "--model", str(self.model)]
         command += ["--verifier", self.address(verifier), "--cache-dir", str(self.cache_dir)]
         if drafter is not None:
