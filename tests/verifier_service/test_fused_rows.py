@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,27 @@ from splitspec.v1 import verifier_pb2 as pb
 from tests.eagle3_layouts import DraftWeights, random_weights, write_draft
 from tests.fakes import FakeTarget
 from tests.tiny import write_tiny_model
+from tests.verifier_service.fusing import (
+    PROMPT,
+    Rig,
+    config,
+    prefilling,
+    values,
+    verified,
+    verifying,
+)
 from tests.verifier_service.service import opening, prefill, serving, stream_of, window
-from verifier_service.__main__ import load_engine
-from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
 from verifier_service.fusion import load_draft_fusion
 from verifier_service.server import _check_message_size
-from verifier_service.sessions import StreamSessions
 from verifier_service.steps import (
     ForkItem,
     OpenItem,
-    PrefillItem,
     PrefillOutcome,
-    StepResult,
-    VerifyItem,
-    VerifyOutcome,
 )
 
 NONE, RAW, FUSED = rows_pb2.ROW_KIND_NONE, rows_pb2.ROW_KIND_RAW_TAPS, rows_pb2.ROW_KIND_FUSED
 N_LAYERS, HT, H, TAPS, EPS = 4, 64, 32, (0, 1, 3), 1e-5
-PROMPT = [10, 200, 30, 4, 50, 60, 7, 80, 90, 100, 11]
 
 
 @pytest.fixture(scope="module")
@@ -53,89 +53,6 @@ def weights(**sizes: Any) -> DraftWeights:
 
 def draft(folder: Path, layout: str = "specforge", **sizes: Any) -> Path:
     return write_draft(folder / layout, layout=layout, weights=weights(**sizes), tap_layers=TAPS)
-
-
-def config(model: Path, fuse_for: Path | None, cache: Path, **fields: Any) -> VerifierConfig:
-    return VerifierConfig(
-        **{
-            "model": str(model),
-            "runtime": "torch",
-            "cache_dir": cache,
-            "slot_count": 4,
-            "max_context_length": 64,
-            "max_prefill_chunk": 16,
-            "fuse_for": fuse_for,
-            **fields,
-        }
-    )
-
-
-class Rig:
-    """An engine on a tiny target, as `serve` builds it, and one stream."""
-
-    def __init__(self, model: Path, fuse_for: Path | None, cache: Path, **fields: Any) -> None:
-        self.engine = load_engine(
-            config(model, fuse_for, cache, **fields), model, threading.Event()
-        )
-        self.stream = StreamSessions()
-
-    def run(self, *items: Any) -> StepResult:
-        return self.engine.run_step(self.stream, items)
-
-    def open(self, session: int, kind: int) -> None:
-        (result,) = self.run(
-            OpenItem(session_id=session, sampling=Sampling(), row_kind=kind)
-        ).results
-        assert result.error is None, result.error
-
-    def prompt(self, session: int, kind: int, chunk: int = 16) -> tuple[int, bytes]:
-        """Open a session, prefill PROMPT in chunks; return the bonus and the rows."""
-        self.open(session, kind)
-        data = b""
-        for at in range(0, len(PROMPT), chunk):
-            part = PROMPT[at : at + chunk]
-            outcome = self.run(prefilling(session, at, part)).results[0].outcome
-            assert isinstance(outcome, PrefillOutcome)
-            data += outcome.rows.data if outcome.rows is not None else b""
-        assert outcome.bonus_token_id is not None
-        return outcome.bonus_token_id, data
-
-    def continuation(self, count: int) -> list[int]:
-        """Return the target's own tokens after PROMPT, one a window."""
-        tokens = [self.prompt(99, NONE)[0]]
-        while len(tokens) < count:
-            item = verifying(99, len(PROMPT) + len(tokens) - 1, tokens[-1])
-            tokens.append(verified(self.run(item)).bonus_token_id)
-        self.engine.release_all(self.stream)
-        return tokens
-
-
-def prefilling(session: int, at: int, part: Sequence[int]) -> PrefillItem:
-    return PrefillItem(
-        session_id=session,
-        committed_length=at,
-        token_ids=part,
-        final=at + len(part) == len(PROMPT),
-    )
-
-
-def verifying(session: int, length: int, pending: int, drafts: Sequence[int] = ()) -> VerifyItem:
-    return VerifyItem(
-        session_id=session,
-        committed_length=length,
-        pending_token_id=pending,
-        draft_token_ids=drafts,
-    )
-
-
-def verified(step: StepResult, index: int = 0) -> VerifyOutcome:
-    outcome = step.results[index].outcome
-    assert isinstance(outcome, VerifyOutcome), step.results[index]
-    return outcome
-
-
-def values(data: bytes, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(-1, width)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
