@@ -44,6 +44,21 @@ def test_what_is_written_is_read_and_the_rest_of_the_block_is_cleared() -> None:
     assert cache.k[2].isnan().all()
 
 
+def test_a_part_is_cleared_and_nothing_around_it() -> None:
+    cache = make()
+    values = rows(100, seed=0)
+    for slot in range(3):
+        cache.write(slot, 0, values, values)
+    cache.clear(1, 10, 70)
+    cache.clear(0, 5, 5)
+    for slot in range(3):
+        for part in cache.read(slot, 100):
+            cleared = [i for i in range(100) if not part[:, i].any()]
+            assert cleared == (list(range(10, 70)) if slot == 1 else [])
+            kept = [i for i in range(100) if i not in cleared]
+            assert torch.equal(part[:, kept], values[kept].transpose(0, 1))
+
+
 def test_a_rollback_overwrites_and_keeps_what_was_committed() -> None:
     cache = make()
     first, second = rows(60, seed=0), rows(8, seed=1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from graph_runtime.tiles import TILE_ROWS, silu_by_row
+from graph_runtime.tiles import TILE_ROWS, by_tiles, silu_by_row
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -28,3 +28,19 @@ def test_l4_silu_gives_a_row_the_same_bits_wherever_it_lies(width: int) -> None:
     torch.testing.assert_close(expected, rows / (1 + (-rows).exp()))
     for places in range(1, TILE_ROWS):
         assert torch.equal(silu_by_row(rows.roll(places, 0)).roll(-places, 0), expected)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 21])
+def test_l4_whatever_is_computed_by_tiles_sees_tiles_of_one_height_only(count: int) -> None:
+    rows, places = torch.randn(count, 3, 5), torch.arange(count)
+    heights = []
+
+    def compute(tile: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        heights.append((len(tile), len(places)))
+        return tile + 1, places * 2
+
+    shifted, doubled = by_tiles(compute, rows, places)
+    assert heights == [(TILE_ROWS, TILE_ROWS)] * -(-count // TILE_ROWS)
+    assert torch.equal(shifted, rows + 1)
+    assert torch.equal(doubled, places * 2)
+    assert doubled.dtype == torch.int64

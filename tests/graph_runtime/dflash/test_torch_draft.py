@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 
 import graph_runtime.dflash.torch_draft as torch_draft_module
 from graph_runtime.dflash.draft import BlockWork, ContextLengths, checked_block_length
+from graph_runtime.dflash.load import load_draft, load_fusion_module
 from graph_runtime.dflash.torch_draft import BlockAttention, TorchBlockDraft, build_network
+from graph_runtime.drafts.source import DraftSource
 from splitspec.errors import UserError
-from tests.dflash_layouts import DFlashWeights, random_weights
+from tests.dflash_layouts import DFlashWeights, random_weights, write_draft
 from tests.dflash_reference import block_logits
 from tests.graph_runtime.dflash.test_network import config_of
 
@@ -142,6 +145,24 @@ def test_k1_k5_a_session_s_bits_depend_on_no_other_work_of_the_pack(draft: Torch
             assert logits.shape == (work.draft_count, draft.config.draft_vocab_size)
             assert logits.isfinite().all()
             assert torch.equal(logits, alone[key][: work.draft_count]), (work, order)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("name", ["real sizes", "everything"])
+def test_k5_packs_and_single_sessions_have_the_same_bits_with_several_threads(
+    name: str, threads: int
+) -> None:
+    draft = make(name, block_length=5)
+    sessions = [Session(draft, seed) for seed in range(5)]
+    works = [s.work(1 + i, 0, 13 * i, most(draft)) for i, s in enumerate(sessions)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        packed = draft.run(works[::-1])[::-1]
+        alone = [fresh(draft, s, 13 * i, most(draft)) for i, s in enumerate(sessions)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(packed, alone, strict=True))
 
 
 def test_another_session_s_rows_tokens_and_length_change_nothing() -> None:
@@ -358,3 +379,59 @@ def test_features_of_a_narrower_weight_are_rounded_and_logits_stay_float32() -> 
     narrow.reset(0)
     packed = narrow.run([others[0], session.work(0, 0, 70, 7), others[1]])
     assert torch.equal(packed[1], logits)
+
+
+def test_a_draft_says_what_it_is(tmp_path: Path) -> None:
+    weights = random_weights(7, draft_vocab_size=100)
+    folder = write_draft(tmp_path / "d", weights, layout="speculators", own_embeddings=True)
+    draft, checkpoint = load(DraftSource(folder=folder, embeddings="own"), tmp_path)
+    assert draft.config == checkpoint.config
+    assert draft.block_length == draft.config.block_size == 8
+    assert draft.model_hash == checkpoint.model_hash
+    assert draft.target_ids is not None
+    assert draft.target_ids.tolist() == weights.target_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runtime": "onnx"}, "runtime is 'onnx'; expected executorch or torch"),
+        ({"precision": "8da4w"}, r"precision is '8da4w'; --runtime torch has \['fp32', 'bf16'\]"),
+        ({"device": "tpu"}, "device is 'tpu'; --runtime torch has cpu and cuda"),
+        ({"runtime": "executorch", "device": "cuda"}, "--runtime executorch runs on cpu only"),
+        ({"slot_count": 2**50}, "do not fit in the memory of cpu"),
+        ({"block_length": 9}, "block length is 9; expected 2 to 8, the block_size that the draft"),
+        ({"block_length": 1}, "block length is 1; expected 2 to 8, the block_size that the draft"),
+    ],
+)
+def test_an_argument_that_no_runtime_takes_is_an_error(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write_draft(tmp_path / "d", random_weights(7), own_embeddings=True)
+    with pytest.raises(UserError, match=message):
+        load(DraftSource(folder=folder, embeddings="own"), tmp_path, **changes)
+
+
+def test_bfloat16_weights_load_from_files_and_leave_the_fusion_in_float32(tmp_path: Path) -> None:
+    folder = write_draft(tmp_path / "d", random_weights(7), own_embeddings=True)
+    source = DraftSource(folder=folder, embeddings="own")
+    narrow, _ = load(source, tmp_path, precision="bf16")
+    exact, _ = load(source, tmp_path)
+    assert {p.dtype for p in narrow._network.parameters()} == {torch.bfloat16, torch.float32}
+    rows = torch.randn(11, 192, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(narrow.fuse(rows), exact.fuse(rows))
+    _, _, fusion = load_fusion_module(source, tmp_path)
+    assert torch.equal(fusion(rows), exact.fuse(rows))
+
+
+def load(source: DraftSource, cache_dir: Path, **changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "block_length": None,
+        "runtime": "torch",
+        "precision": "fp32",
+        "cache_dir": cache_dir,
+        "max_context_length": 64,
+        "slot_count": 1,
+        "threads": None,
+    }
+    return load_draft(source, **(arguments | changes))
