@@ -12,14 +12,10 @@ from graph_runtime.eagle3.checkpoint import Eagle3Source, load_checkpoint
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.network import Eagle3Network
 from graph_runtime.model_files import model_hash
+from graph_runtime.programs.draft_export import check_arguments, places_of, read_places
 from graph_runtime.programs.export import ProgramKey, Report, Source, ensure
-from graph_runtime.programs.metadata import (
-    DRAFT_PRECISIONS,
-    EAGLE3_FORMAT_VERSION,
-    Eagle3Metadata,
-)
+from graph_runtime.programs.metadata import EAGLE3_FORMAT_VERSION, Eagle3Metadata
 from graph_runtime.programs.slot_cache import padded_capacity
-from splitspec.errors import UserError
 
 ENTER_ROWS = 128
 """Most rows of one `enter` call; longer packs take several."""
@@ -51,10 +47,7 @@ def eagle3_key(
     Raises:
         UserError: the precision is unknown, the length is no length, or a folder holds no model.
     """
-    if precision not in DRAFT_PRECISIONS:
-        raise UserError(f"precision is {precision!r}; a draft has {', '.join(DRAFT_PRECISIONS)}")
-    if max_context_length < 1:
-        raise UserError(f"max context length is {max_context_length}; expected at least 1")
+    check_arguments(precision, max_context_length)
     target_hash = None if source.target is None else model_hash(source.target, cache_dir)
     return Eagle3Key(
         draft_hash=model_hash(source.folder, cache_dir),
@@ -93,13 +86,7 @@ def ensure_eagle3_program(
         cache_dir=cache_dir,
         max_context_length=max_context_length,
     )
-    places = {
-        "folder": str(source.folder),
-        "target": None if source.target is None else str(source.target),
-        "tap_layers": source.tap_layers,
-        "cache_dir": str(cache_dir),
-    }
-    return ensure(key, places, cache_dir=cache_dir, stop=stop)
+    return ensure(key, places_of(source, cache_dir), cache_dir=cache_dir, stop=stop)
 
 
 def build(key: Eagle3Key, source: Source, report: Report) -> bytes:
@@ -107,7 +94,7 @@ def build(key: Eagle3Key, source: Source, report: Report) -> bytes:
 
     Args:
         key: what to export.
-        source: "folder" of the draft, "target" or None, "tap_layers" or None, "cache_dir".
+        source: see `places_of`.
         report: is told of each phase.
 
     Raises:
@@ -120,16 +107,9 @@ def build(key: Eagle3Key, source: Source, report: Report) -> bytes:
     from graph_runtime.programs.network import InPlaceAttention
 
     report("read weights")
-    taps = source["tap_layers"]
+    fields, cache_dir = read_places(source)
     checkpoint = load_checkpoint(
-        Eagle3Source(
-            folder=Path(source["folder"]),
-            target=None if source["target"] is None else Path(source["target"]),
-            tap_layers=None if taps is None else tuple(taps),
-            embeddings=key.embeddings,
-            feedback=key.feedback,
-        ),
-        Path(source["cache_dir"]),
+        Eagle3Source(**fields, embeddings=key.embeddings, feedback=key.feedback), cache_dir
     )
     config = checkpoint.config
     metadata = _metadata(config, key)
@@ -137,9 +117,7 @@ def build(key: Eagle3Key, source: Source, report: Report) -> bytes:
         config, attention=InPlaceAttention(config), max_context_length=metadata.max_capacity
     ).eval()
     network.requires_grad_(False)
-    loaded = network.load_state_dict(checkpoint.tensors, strict=False)
-    unset = [name for name in loaded.missing_keys if ".attention." not in name]
-    assert not unset + loaded.unexpected_keys, (unset, loaded.unexpected_keys)
+    network.load_state_dict(checkpoint.tensors)
     report("quantise")
     prepare_draft(network, key.precision)
     report("trace")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source, load_checkpoint
 from graph_runtime.programs.eagle3_export import eagle3_key, ensure_eagle3_program
-from graph_runtime.programs.eagle3_program import ProgramDraft, check_draft_fits
+from graph_runtime.programs.eagle3_program import ProgramDraft
 from graph_runtime.programs.executorch_runtime import start_threadpool
 from graph_runtime.programs.load import open_program
-from graph_runtime.programs.metadata import Eagle3Metadata, read_keys
+from graph_runtime.programs.metadata import Eagle3Metadata, check_values, read_keys
 
 
 def load_eagle3_program(
@@ -53,5 +53,5 @@ def load_eagle3_program(
         "target_hash": key.target_hash or "",
         "precision": precision,
     }
-    check_draft_fits(metadata, path, wanted)
+    check_values(metadata, path, wanted)
     return ProgramDraft(program, metadata, checkpoint, slot_count), checkpoint

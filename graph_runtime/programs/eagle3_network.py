@@ -13,13 +13,11 @@ The fusion of raw rows is no part of it: the torch module is the verifier's, bit
 
 from __future__ import annotations
 
-import warnings
 from typing import cast
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.network import Eagle3Network
@@ -31,6 +29,7 @@ from graph_runtime.programs.network import (
     linear_8,
     prepare_layer,
 )
+from graph_runtime.programs.tracing import trace_methods
 
 
 class Enter(nn.Module):
@@ -152,25 +151,4 @@ def trace_draft(network: Eagle3Network, metadata: Eagle3Metadata) -> dict[str, E
         ),
         "head": (DraftHead(network), (features,)),
     }
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # deprecations inside the exporter
-        return {
-            name: _own_weights_only(torch.export.export(module, inputs))
-            for name, (module, inputs) in methods.items()
-        }
-
-
-def _own_weights_only(program: ExportedProgram) -> ExportedProgram:
-    """Drop the weights of the other methods, in place: each would store them all."""
-    signature, graph = program.graph_signature, program.graph
-    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    for spec in list(signature.input_specs):
-        node = placeholders[spec.arg.name]
-        if spec.kind == InputKind.USER_INPUT or node.users:
-            continue
-        graph.erase_node(node)
-        signature.input_specs.remove(spec)
-        program.state_dict.pop(spec.target, None)
-        program.constants.pop(spec.target, None)
-    program.graph_module.recompile()
-    return program
+    return trace_methods(methods)

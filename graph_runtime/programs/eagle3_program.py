@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -15,8 +14,8 @@ from graph_runtime.eagle3.network import build_fusion
 from graph_runtime.programs.executorch_runtime import Method, Program
 from graph_runtime.programs.metadata import Eagle3Metadata
 from graph_runtime.programs.program_target import load_method
-from graph_runtime.programs.slot_cache import MASKED, MIN_ROWS, SlotCache
-from splitspec.errors import UserError
+from graph_runtime.programs.rows import run_rows
+from graph_runtime.programs.slot_cache import MASKED, SlotCache
 
 
 class ProgramDraft:
@@ -101,18 +100,10 @@ class ProgramDraft:
         )
         features = spans[0].features if len(spans) == 1 else torch.cat([s.features for s in spans])
         features = features.float().contiguous()
-        parts = []
-        step = self._metadata.max_enter_rows
-        for first in range(0, len(tokens), step):
-            inputs = [x[first : first + step] for x in (tokens, features, positions)]
-            count = len(inputs[0])
-            found = list(self._enter_method.execute(_padded(inputs)))
-            if len(found) == 3:  # the residual is the feature itself
-                found.append(inputs[1])
-            parts.append(found if count >= MIN_ROWS else [x[:count] for x in found])
-        if len(parts) == 1:
-            return parts[0]
-        return [torch.cat(column) for column in zip(*parts, strict=True)]
+        found = run_rows(
+            self._enter_method, [tokens, features, positions], self._metadata.max_enter_rows
+        )
+        return found if len(found) == 4 else [*found, features]  # which are the residual
 
     def _attend(
         self, span: DraftSpan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -145,22 +136,9 @@ class ProgramDraft:
 
     def _rows(self, method: Method, inputs: list[torch.Tensor], width: int) -> torch.Tensor:
         """Return what `method` makes of inputs [B, ...], [B, width]; B may be 0."""
-        count, step = len(inputs[0]), self._metadata.max_leave_rows
-        parts = []
-        for first in range(0, count, step):
-            part = [x[first : first + step].contiguous() for x in inputs]
-            (found,) = method.execute(_padded(part))
-            parts.append(found[: len(part[0])])
-        if not parts:
+        if not len(inputs[0]):
             return torch.empty(0, width)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _padded(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the inputs of one call; a single row is run twice, see MIN_ROWS."""
-    if len(inputs[0]) >= MIN_ROWS:
-        return inputs
-    return [torch.cat((x,) * MIN_ROWS) for x in inputs]
+        return run_rows(method, inputs, self._metadata.max_leave_rows)[0]
 
 
 def _masks(metadata: Eagle3Metadata) -> torch.Tensor:
@@ -172,23 +150,3 @@ def _masks(metadata: Eagle3Metadata) -> torch.Tensor:
     masks = torch.full((2 * capacity,), MASKED)
     masks[max(capacity - window, 0) if window else 0 : capacity] = 0
     return masks
-
-
-def check_draft_fits(metadata: Eagle3Metadata, path: Path, wanted: dict[str, str]) -> None:
-    """Refuse a program of another draft, target or precision.
-
-    Args:
-        metadata: what the program says.
-        path: where it lies.
-        wanted: by metadata key.
-
-    Raises:
-        UserError: names both values.
-    """
-    for key, value in wanted.items():
-        found = getattr(metadata, key)
-        if found != value:
-            name = key.replace("_", " ")
-            raise UserError(
-                f"program {path} has {name} {found or 'none'}; expected {value or 'none'}"
-            )

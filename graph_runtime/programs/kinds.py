@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graph_runtime.programs import eagle3_export, speculator_export, target_export
+from graph_runtime.programs import (
+    dflash_export,
+    eagle3_export,
+    speculator_export,
+    target_export,
+)
 from graph_runtime.programs.export import (
     ProgramKey,
     Report,
@@ -29,6 +34,7 @@ class Kind:
 KINDS = {
     target_export.TargetKey.kind: Kind(key=target_export.TargetKey, build=target_export.build),
     eagle3_export.Eagle3Key.kind: Kind(key=eagle3_export.Eagle3Key, build=eagle3_export.build),
+    dflash_export.DFlashKey.kind: Kind(key=dflash_export.DFlashKey, build=dflash_export.build),
     speculator_export.SpeculatorKey.kind: Kind(
         key=speculator_export.SpeculatorKey, build=speculator_export.build
     ),

@@ -12,8 +12,8 @@ import torch
 from graph_runtime.model_files import model_hash, tokenizer_hash
 from graph_runtime.programs.executorch_runtime import Program, Runtime, start_threadpool
 from graph_runtime.programs.export import check_digest
-from graph_runtime.programs.metadata import ProgramMetadata, read_metadata
-from graph_runtime.programs.program_target import ProgramTarget, check_fits
+from graph_runtime.programs.metadata import ProgramMetadata, check_values, read_metadata
+from graph_runtime.programs.program_target import ProgramTarget
 from graph_runtime.programs.target_export import ensure_program
 from graph_runtime.target import TargetInfo
 from splitspec.errors import UserError
@@ -51,7 +51,8 @@ def load_program_target(
     start_threadpool(threads)
     program = open_program(path)
     metadata = read_metadata(program, path)
-    check_fits(metadata, path, model_hash(folder, cache_dir), precision)
+    wanted = {"model_hash": model_hash(folder, cache_dir), "precision": precision}
+    check_values(metadata, path, wanted)
     return ProgramTarget(
         program, metadata, _info(metadata, model_id, tokenizer_hash(folder), slot_count)
     )

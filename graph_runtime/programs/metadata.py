@@ -6,6 +6,7 @@ that names it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,8 @@ FORMAT_VERSION = 2
 """Of a target. Raised when the methods' arguments or meaning change; part of the cache key."""
 EAGLE3_FORMAT_VERSION = 2
 """The same, of an EAGLE-3 draft."""
+DFLASH_FORMAT_VERSION = 1
+"""The same, of a DFlash draft."""
 DRAFT_PRECISIONS = ("fp32", "8da8w", "8da4w")
 """Of a draft's program, whatever its method."""
 
@@ -94,6 +97,74 @@ class Eagle3Metadata(Metadata):
     """Slots, its own included, that a slot attends to; 0 is all."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DFlashMetadata(Metadata):
+    """What a DFlash draft's program says."""
+
+    draft_hash: str
+    """SHA-256 of the checkpoint's files."""
+    target_hash: str
+    """Of the target that was given to fill what the checkpoint lacks; "" is none."""
+    precision: str
+    max_seq_len: int
+    """Context positions of one session."""
+    max_capacity: int
+    """Largest C of a cache [n_kv_heads, C, 1, D] handed to `block`."""
+    vocab_size: int
+    draft_vocab_size: int
+    n_draft_layers: int
+    hidden_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    tap_layers: tuple[int, ...]
+    """0-based layer outputs of the target that a raw row is made of."""
+    mask_token_id: int
+    block_size: int
+    """Slots of a block as the draft was trained."""
+    block_length: int
+    """B: slots of a block here, all of which `block` takes."""
+    first_draft_slot: int
+    """Slot of the block whose output is d1."""
+    draft_sliding_window: int
+    """Context positions that the layers with a window see; 0: no layer has one."""
+    mask_windows: tuple[int, ...]
+    """The window of each mask of `block`, in their order; 0 is none."""
+    mask_causal: tuple[int, ...]
+    """Of each mask: 1 where it hides a slot's later slots, [1, group * B, C]; else 0, [1, 1, C]."""
+    final_softcap: float
+    """Cap of the logits, which `head` leaves to its caller; 0 is none."""
+    max_context_rows: int
+    """Largest N of `context`; its smallest is 2."""
+    max_head_rows: int
+    """Largest M of `head`; its smallest is 2."""
+
+    @property
+    def n_layers(self) -> int:
+        """Return how many layers have a cache."""
+        return self.n_draft_layers
+
+
+def check_values(metadata: Metadata, path: Path, wanted: Mapping[str, object]) -> None:
+    """Refuse a program of another model, precision or shape.
+
+    Args:
+        metadata: what the program says.
+        path: where it lies.
+        wanted: by metadata key.
+
+    Raises:
+        UserError: names both values.
+    """
+    for key, value in wanted.items():
+        found = getattr(metadata, key)
+        if found != value:
+            name = key.replace("_", " ")
+            raise UserError(
+                f"program {path} has {name} {found or 'none'}; expected {value or 'none'}"
+            )
+
+
 def read_metadata(program: Program, path: Path) -> ProgramMetadata:
     """Read every key of the loaded target's `program` that lies at `path`; see `read_keys`."""
     return read_keys(ProgramMetadata, program, path)
@@ -128,7 +199,7 @@ def _typed(found: list[Any], wanted: str, method: str, path: Path) -> Any:
         kind: type = int
         value: Any = tuple(found)
     else:
-        kind = {"int": int, "str": str}[wanted]
+        kind = {"int": int, "float": float, "str": str}[wanted]
         value = found[0] if len(found) == 1 else None
     elements = value if isinstance(value, tuple) else (value,)
     if not all(type(element) is kind for element in elements):

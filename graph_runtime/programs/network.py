@@ -62,7 +62,8 @@ class InPlaceAttention(nn.Module):
         super().__init__()
         self.n_kv_heads, self.head_dim = config.n_kv_heads, config.head_dim
         self.group = config.n_heads // config.n_kv_heads
-        self.register_buffer("scale", torch.tensor([config.head_dim**-0.5]))
+        scale = torch.tensor([config.head_dim**-0.5])
+        self.register_buffer("scale", scale, persistent=False)  # of no checkpoint
 
     def bind(
         self, start: int, mask: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from graph_runtime.programs.executorch_runtime import Method, Program
 from graph_runtime.programs.metadata import ProgramMetadata
+from graph_runtime.programs.rows import run_rows
 from graph_runtime.programs.slot_cache import MASKED, MIN_ROWS, SlotCache
 from graph_runtime.target import Span, SpanOutput, TargetInfo
 from splitspec.errors import UserError
@@ -81,14 +81,9 @@ class ProgramTarget:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [M, V] of hidden [M, H]; M may be 0."""
-        parts = []
-        for rows in hidden.split(self._metadata.max_head_rows) if len(hidden) else ():
-            padded = rows if len(rows) >= MIN_ROWS else rows.repeat(MIN_ROWS, 1)
-            (logits,) = self._head_method.execute([padded.contiguous()])
-            parts.append(logits[: len(rows)])
-        if not parts:
+        if not len(hidden):
             return torch.empty(0, self._metadata.vocab_size)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return run_rows(self._head_method, [hidden], self._metadata.max_head_rows)[0]
 
 
 def load_method(program: Program, name: str) -> Method:
@@ -103,17 +98,3 @@ def load_method(program: Program, name: str) -> Method:
         raise UserError(f"program has no usable method {name}: export it again") from error
     assert method is not None, name
     return method
-
-
-def check_fits(metadata: ProgramMetadata, path: Path, model_hash: str, precision: str) -> None:
-    """Refuse a program of another model or precision.
-
-    Raises:
-        UserError: names both values.
-    """
-    for key, found, wanted in (
-        ("model hash", metadata.model_hash, model_hash),
-        ("precision", metadata.precision, precision),
-    ):
-        if found != wanted:
-            raise UserError(f"program {path} has {key} {found}; expected {wanted}")

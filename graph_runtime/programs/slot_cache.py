@@ -59,6 +59,12 @@ class SlotCache:
             tensor[:, position:] = 0
         self.overflowed = position > 0
 
+    def clear_before(self, position: int) -> None:
+        """Make finite what lies before `position`, which nothing that comes will see."""
+        if self.overflowed and position > 0:
+            for tensor in self.tensors:
+                tensor[:, :position] = 0
+
     def reserve(self, positions: int, kept: int) -> None:
         """Make room for `positions`, keeping those in [0, kept).
 

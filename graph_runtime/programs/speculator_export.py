@@ -18,8 +18,8 @@ from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source, load
 from graph_runtime.eagle3.network import Eagle3Network
 from graph_runtime.limits import check_context_length, check_tap_layers
 from graph_runtime.model_files import model_hash, tokenizer_hash
-from graph_runtime.programs.eagle3_export import DRAFT_PRECISIONS
 from graph_runtime.programs.export import ProgramKey, Report, Source, ensure
+from graph_runtime.programs.metadata import DRAFT_PRECISIONS
 from graph_runtime.programs.slot_cache import MIN_ROWS, padded_capacity
 from graph_runtime.programs.speculator_metadata import (
     MAX_CHAIN,
@@ -155,10 +155,7 @@ def build(key: SpeculatorKey, source: Source, report: Report) -> bytes:
         max_context_length=capacity,
     ).eval()
     network.requires_grad_(False)
-    loaded = network.load_state_dict(checkpoint.tensors, strict=False)
-    unset = [name for name in loaded.missing_keys if ".attention." not in name]
-    assert not unset, unset
-    assert not loaded.unexpected_keys, loaded.unexpected_keys
+    network.load_state_dict(checkpoint.tensors)
     report("quantise")
     prepare(decoder, config, key.precision)
     prepare_draft(network, key.draft_precision)

@@ -21,8 +21,7 @@ from graph_runtime.programs import export
 from graph_runtime.programs.export import ProgramKey, Source
 from graph_runtime.programs.kinds import KINDS, Kind, export_here, read_key
 from graph_runtime.programs.load import open_program
-from graph_runtime.programs.metadata import ProgramMetadata, read_metadata
-from graph_runtime.programs.program_target import check_fits
+from graph_runtime.programs.metadata import ProgramMetadata, check_values, read_metadata
 from graph_runtime.programs.target_export import TargetKey, ensure_program
 from splitspec.errors import UserError
 from tests.graph_runtime.programs.conftest import CHUNK, CONTEXT, LoadProgram, MakeModel
@@ -258,4 +257,8 @@ def test_a_program_of_another_model_is_refused_with_both_values(
 ) -> None:
     metadata = read_metadata(open_program(program_copy), program_copy)
     with pytest.raises(UserError, match=message):
-        check_fits(metadata, program_copy, model_hash or metadata.model_hash, precision)
+        check_values(
+            metadata,
+            program_copy,
+            {"model_hash": model_hash or metadata.model_hash, "precision": precision},
+        )
