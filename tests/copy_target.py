@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.tiny import EOS_TOKEN_ID, write_tiny_tokenizer
 
@@ -177,6 +177,18 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, torch.
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
+
+
+def widen(folder: Path, more_ids: int) -> None:
+    """Give a target or a draft of it more token ids, of which nothing is known."""
+    config = json.loads((folder / "config.json").read_text())
+    config["vocab_size"] = VOCAB_SIZE + more_ids
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if len(tensor) == VOCAB_SIZE:
+            more = torch.zeros(more_ids, *tensor.shape[1:], dtype=tensor.dtype)
+            tensors[name] = torch.cat([tensor, more])
+    write_folder(folder, config, tensors)
 
 
 def _look(

@@ -136,7 +136,9 @@ class Served:
     def tokens_of(self, features: list[list[float]]) -> list[int]:
         """Return the token that each feature is a target's row of."""
         table = load_file(self.target / "model.safetensors")["model.embed_tokens.weight"]
-        parts = torch.tensor(features).reshape(len(features), -1)[:, TOKEN]
+        if not features:
+            return []
+        parts = torch.tensor(features)[:, TOKEN]
         return (parts @ table[:, TOKEN].T).argmax(-1).tolist()
 
 
@@ -189,17 +191,20 @@ def test_d3_d4_d5_d6_a_round_brings_the_rows_of_pending_and_accepted_tokens_and_
     # Two tokens more, so that no round of these is cut short.
     answer = served.forced(draft_count, right, max_tokens=1 + rounds * (right + 1) + ALL_RIGHT + 1)
     text = [*PROMPT, *answer.token_ids]
-    held = 0
-    for done, (work,) in enumerate(served.steps()[:rounds]):
+    works = [work for step in served.steps() for work in step]
+    # The prompt's rows come as they commit, in an item that drafts nothing.
+    assert [work["draft_count"] for work in works[: rounds + 1]] == [0] + [draft_count] * rounds
+    committed = len(PROMPT)
+    assert works[0]["start"] == 0
+    assert served.tokens_of(works[0]["features"]) == PROMPT
+    for done, work in enumerate(works[1 : rounds + 1]):
+        assert work["start"] == committed
         committed = len(PROMPT) + done * (right + 1)
-        assert work["start"] == held
         # D3, D6: rejected tokens' rows never come, the pending token's not yet.
-        assert served.tokens_of(work["features"]) == text[held:committed]
-        held += len(work["features"])
+        assert served.tokens_of(work["features"]) == text[work["start"] : committed]
         # D4 (L2): nothing is on the way. D5: everything that was emitted is known, pending too.
-        assert held == committed
+        assert work["start"] + len(work["features"]) == committed
         assert work["pending_token_id"] == text[committed]
-        assert work["draft_count"] == draft_count
 
 
 def first_seen(truth: list[int], draft_count: int, right: int, offset: int) -> int:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from tests.eagle3_copy import VOCAB_SIZE, write_copy_head, write_copy_target, write_random_head
+from tests.copy_target import widen
+from tests.eagle3_copy import write_copy_head, write_copy_target, write_random_head
 from tests.system.cluster import Cluster
 from tests.system.conftest import EAGLE3_FLAGS, EAGLE3_VERIFIER
 
@@ -26,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, program_cache: Path) -> It
     shutil.copytree(target, wide_target)
     shutil.copytree(head, wide_head)
     for wide in (wide_target, wide_head):
-        widen(wide)
+        widen(wide, MORE_IDS)
     flags = [*EAGLE3_VERIFIER, "--fuse-for", str(head)]
     cluster = Cluster(folder, target, flags, program_cache)
     raw, fused = ([*EAGLE3_FLAGS, "--rows", rows] for rows in ("raw", "fused"))
@@ -40,19 +38,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, program_cache: Path) -> It
         yield cluster
     finally:
         cluster.close()
-
-
-def widen(folder: Path) -> None:
-    """Give a model `MORE_IDS` more token ids; a head covers none of them."""
-    config = json.loads((folder / "config.json").read_text())
-    config["vocab_size"] = VOCAB_SIZE + MORE_IDS
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if len(tensor) == VOCAB_SIZE:
-            more = torch.zeros(MORE_IDS, *tensor.shape[1:], dtype=tensor.dtype)
-            tensors[name] = torch.cat([tensor, more])
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize(
