@@ -150,9 +150,11 @@ class TorchBlockDraft:
             first = i * self._block_length + self.config.first_draft_slot
             wanted.append(hidden[first : first + work.draft_count])
         (logits,) = by_tiles(_alone(self._network.head), torch.cat(wanted))
+        logits = logits.float().cpu()
+        if self.config.final_softcap is None:
+            return logits
         # Row by row, for the reason that `silu_by_row` has.
-        capped = [softcapped(row, self.config.final_softcap) for row in logits]
-        return torch.stack(capped).cpu()
+        return torch.stack([softcapped(row, self.config.final_softcap) for row in logits])
 
 
 @dataclass(frozen=True, kw_only=True)
