@@ -268,15 +268,24 @@ def test_d7_a_window_is_measured_from_the_end_of_context_and_alike_for_every_slo
     """A position is seen by all slots of the block or by none, and w of them are seen."""
     draft = make(sliding_windows=(WINDOW, WINDOW), causal=(causal, causal), sample_from_anchor=True)
     session = Session(draft, 1)
-    expected = fresh(draft, session, length, 8)
+    expected = in_steps(draft, session, length)
     edge = length - WINDOW
     for position in (0, edge - 1, edge, edge + 1, edge + 7, length - 1):
         if not 0 <= position < length:
             continue
         changed = Session(draft, 1)
         changed.features[position] += 1.0
-        moved = (fresh(draft, changed, length, 8) != expected).any(dim=1)
+        moved = (in_steps(draft, changed, length) != expected).any(dim=1)
         assert moved.tolist() == [position >= edge] * 8, position
+
+
+def in_steps(draft: TorchBlockDraft, session: Session, end: int) -> torch.Tensor:
+    """Return a block's logits after a context that came in steps too small to leave rows out."""
+    draft.reset(0)
+    for start in range(0, end, 5):
+        draft.run([session.work(0, start, min(start + 5, end))])
+    (logits,) = draft.run([session.work(0, end, end, most(draft))])
+    return logits
 
 
 def test_d7_slot_0_decides_nothing_unless_the_draft_samples_from_the_anchor() -> None:
