@@ -150,11 +150,7 @@ class TorchBlockDraft:
             first = i * self._block_length + self.config.first_draft_slot
             wanted.append(hidden[first : first + work.draft_count])
         (logits,) = by_tiles(_alone(self._network.head), torch.cat(wanted))
-        logits = logits.float().cpu()
-        if self.config.final_softcap is None:
-            return logits
-        # Row by row, for the reason that `silu_by_row` has.
-        return torch.stack([softcapped(row, self.config.final_softcap) for row in logits])
+        return softcapped(logits, self.config.final_softcap).cpu()
 
 
 @dataclass(frozen=True, kw_only=True)
