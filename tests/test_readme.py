@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
+import typer
 from typer.testing import CliRunner
 
-from coordinator.cli import app
+from coordinator.cli import VERBS, app
 from tests.coordinator.fake_service import WORDS, FakeGeneration, fake_server
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +48,24 @@ def test_every_named_verb_is_one() -> None:
         result = CliRunner().invoke(app, [verb.split()[0], "--help"])
         assert result.exit_code == 0, verb
         assert verb.split()[-1] in result.output
+
+
+def test_every_command_has_flags_that_its_verb_takes() -> None:
+    commands = re.findall(r"^`?splitspec (serve|export) (\w+)([^`\n]*)", README, re.MULTILINE)
+    assert {(group, verb) for group, verb, _ in commands} >= {
+        ("serve", "verifier"),
+        ("serve", "drafter"),
+        ("serve", "coordinator"),
+        ("export", "dflash"),
+    }
+    for group, verb, rest in commands:
+        module, path, _ = VERBS[group, verb]
+        command = typer.main.get_command(importlib.import_module(f"{module}.__main__").app)
+        for name in path.split():
+            assert isinstance(command, click.Group)
+            command = command.commands[name]
+        taken = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"--[\w-]+", rest.partition("#")[0])) <= taken, (group, verb)
 
 
 def test_every_named_target_is_in_the_makefile() -> None:
