@@ -88,35 +88,25 @@ class _Files:
     target: DecoderConfig | None
 
 
-def load_checkpoint(source: Eagle3Source, cache_dir: Path) -> Eagle3Checkpoint:
+def load_checkpoint(
+    source: Eagle3Source, cache_dir: Path, *, fusion_only: bool = False
+) -> Eagle3Checkpoint:
     """Load a draft, with embeddings and head from the target where the file has none.
 
     Args:
         source: the draft's folder, the target's, and what to make of them.
         cache_dir: where hashes are kept.
+        fusion_only: whether to read no other tensors than `fusion.*`: a program has the others.
 
     Raises:
         UserError: what is wrong, in one line that names the tensor or the key.
     """
     files = _open(source)
-    tensors = {
-        name: files.stored[name].read_weight()
-        for name in expected_shapes(files.config)
-        if name not in _SHARED
-    }
-    tensors |= _target_norm(files)
-    tensors[EMBEDDING] = choose_embedding(
-        files.stored.get(EMBEDDING),
-        target_tensor(source.target, TARGET_EMBEDDING, expected_shapes(files.config)[EMBEDDING]),
-        choice=source.embeddings,
-        vocabulary=files.config.vocab_size,
-    )
-    tensors[HEAD] = _head(files, tensors[EMBEDDING])
     return Eagle3Checkpoint(
         config=files.config,
         model_hash=model_hash(source.folder, cache_dir),
         target_ids=read_draft_vocabulary(files.stored, source.folder, files.config.vocab_size),
-        tensors=tensors,
+        tensors=_fusion_tensors(files) if fusion_only else _all_tensors(files),
         tokenizer_hash=None if source.target is None else tokenizer_hash(source.target),
     )
 
@@ -135,14 +125,27 @@ def load_fusion(
         UserError: as `load_checkpoint`.
     """
     files = _open(source)
-    wanted = expected_shapes(files.config)
-    tensors = {
-        name: files.stored[name].read_weight()
-        for name in wanted
-        if name.startswith("fusion.") and name not in _SHARED
-    }
+    return files.config, model_hash(source.folder, cache_dir), _fusion_tensors(files)
+
+
+def _fusion_tensors(files: _Files) -> dict[str, torch.Tensor]:
+    names = [n for n in expected_shapes(files.config) if n.startswith("fusion.")]
+    tensors = {n: files.stored[n].read_weight() for n in names if n not in _SHARED}
+    return tensors | _target_norm(files)
+
+
+def _all_tensors(files: _Files) -> dict[str, torch.Tensor]:
+    shapes = expected_shapes(files.config)
+    tensors = {n: files.stored[n].read_weight() for n in shapes if n not in _SHARED}
     tensors |= _target_norm(files)
-    return files.config, model_hash(source.folder, cache_dir), tensors
+    tensors[EMBEDDING] = choose_embedding(
+        files.stored.get(EMBEDDING),
+        target_tensor(files.source.target, TARGET_EMBEDDING, shapes[EMBEDDING]),
+        choice=files.source.embeddings,
+        vocabulary=files.config.vocab_size,
+    )
+    tensors[HEAD] = _head(files, tensors[EMBEDDING])
+    return tensors
 
 
 def _open(source: Eagle3Source) -> _Files:

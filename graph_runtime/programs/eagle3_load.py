@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 from graph_runtime.eagle3.checkpoint import Eagle3Checkpoint, Eagle3Source, load_checkpoint
@@ -27,7 +26,7 @@ def load_eagle3_program(
     """Load the draft of `source` as a program, exporting it first where the cache lacks it.
 
     Arguments are those of `graph_runtime.eagle3.load.load_draft`. Of the checkpoint's tensors only
-    the fusion's are kept: the program has the others.
+    the fusion's are read: the program has the others.
 
     Raises:
         UserError: what is wrong with the checkpoint, an argument or the program, in one line.
@@ -42,9 +41,7 @@ def load_eagle3_program(
         max_context_length=max_context_length,
         stop=stop,
     )
-    checkpoint = load_checkpoint(source, cache_dir)
-    fusion = {n: t for n, t in checkpoint.tensors.items() if n.startswith("fusion.")}
-    checkpoint = replace(checkpoint, tensors=fusion)
+    checkpoint = load_checkpoint(source, cache_dir, fusion_only=True)
     start_threadpool(threads)
     program = open_program(path)
     metadata = read_keys(Eagle3Metadata, program, path)

@@ -41,6 +41,11 @@ def _variant(
     return Variant(sizes=sizes or {}, written=written or {}, maths=maths or {}, **flags)
 
 
+_GEMMA = {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "final_logit_softcapping": 3.0,
+}
 _OWN = {"own_embeddings": True}
 VARIANTS = {
     "z-lab": _variant(),
@@ -118,14 +123,19 @@ def write_files(
         name: one of VARIANTS.
         make_target: writes the tiny target.
         seed: of the draft's weights.
-        changes: sizes of `random_weights` and arguments of `write_draft`, which win.
+        changes: `intermediate` of the weights, and arguments of `write_draft`, which win.
     """
     variant = VARIANTS[name]
-    sizes = {k: changes.pop(k) for k in list(changes) if k in ("logit_scale", "intermediate")}
-    weights = random_weights(seed, **{**variant.sizes, **sizes})
-    config = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
-    config |= {"final_logit_softcapping": 3.0}
-    target = make_target(n_layers=4, **({"config": config} if variant.gemma else {}))
+    sizes: dict[str, Any] = {"logit_scale": 0.1, **variant.sizes}
+    sizes |= {k: changes.pop(k) for k in list(changes) if k == "intermediate"}
+    weights = random_weights(seed, **sizes)
+    for tensor_name, tensor in weights.tensors.items():
+        if tensor_name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= 0.3  # as where a layer adds little to the residual stream
+    target_sizes: dict[str, Any] = {"n_layers": 4, "logit_scale": sizes["logit_scale"]}
+    if variant.gemma:
+        target_sizes["config"] = _GEMMA
+    target = make_target(**target_sizes)
     written = {**variant.written, **changes}
     write_draft(folder, weights, **written)
     own = "own_embeddings" in written
