@@ -7,8 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import click
 import typer
 from typer.testing import CliRunner
 
@@ -60,9 +60,8 @@ def test_every_command_has_flags_that_its_verb_takes() -> None:
     }
     for group, verb, rest in commands:
         module, path, _ = VERBS[group, verb]
-        command = typer.main.get_command(importlib.import_module(f"{module}.__main__").app)
+        command: Any = typer.main.get_command(importlib.import_module(f"{module}.__main__").app)
         for name in path.split():
-            assert isinstance(command, click.Group)
             command = command.commands[name]
         taken = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"--[\w-]+", rest.partition("#")[0])) <= taken, (group, verb)
