@@ -363,7 +363,7 @@ def test_a_speculators_file_without_its_layers_config_is_refused(tmp_path: Path)
 
 
 JUNK: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**70, 0.5, float("nan"), float("inf"), "", "x",
+    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 10**400, 0.5, float("nan"), float("inf"), "", "x",
     "true", [], [0], [0, 1, 2], ["full_attention"], [SLIDING, SLIDING], {}, {"rope_type": "yarn"},
     [[]], [None, None], "DFlashDraftModel", ["Qwen3DSparkModel"], "dflash",
 )  # fmt: skip
@@ -382,7 +382,8 @@ def damaged(config: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     for _ in range(chance.randint(1, 3)):
         place = chance.choice(list(objects(config)))
         keys = [*place, "dflash_config", "use_swa", "swa_window_size", "causal", "is_causal",
-                "shift_label", "draft_vocab_size", "target_hidden_size"]  # fmt: skip
+                "shift_label", "draft_vocab_size", "target_hidden_size", "output_multiplier",
+                "final_logit_softcapping"]  # fmt: skip
         place[chance.choice(keys)] = copy.deepcopy(chance.choice(JUNK))
     return config
 
