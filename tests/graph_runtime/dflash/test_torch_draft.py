@@ -25,7 +25,10 @@ SLOTS = 6
 WINDOW = 20
 DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
-    "odd sizes": ({"hidden": 84, "n_heads": 6, "intermediate": 151, "vocab_size": 301}, {}),
+    "odd sizes": (
+        {"hidden": 84, "n_heads": 6, "intermediate": 151, "vocab_size": 301},
+        {"block_size": 5},  # so that blocks begin anywhere in a tile
+    ),
     "windows": ({}, {"sliding_windows": (WINDOW, WINDOW)}),
     "causal windows beside full layers": (
         {"n_layers": 3},
