@@ -1,15 +1,13 @@
-"""The product's own DFlash drafter with something wrong, held, or with its passes written down.
+"""The product's own DFlash drafter, held, or with something wrong and its steps written down.
 
     python tests/dflash_drafters.py VARIANT REPORT serve --draft dflash --draft-model F ...
 
 is `python -m drafter_service serve --draft dflash --draft-model F ...` as a drafter that
 
-    forced     leaves the first `seed % 8` draft tokens of a round as they are and replaces the
-               others by wrong ids; and appends each step of the draft to the file REPORT, one JSON
-               line a step
-    held       waits before a step that drafts while there is a file REPORT, and says in the file
-               REPORT.held that it waits
-    last-lost  takes, in place of the newest row of a round, the one before it
+    forced  leaves the first `seed % 8` draft tokens of a round as they are and replaces the others
+            by wrong ids; and appends each step of the draft to the file REPORT, a JSON line each
+    held    waits before a step that drafts while there is a file REPORT, and says by a file of the
+            suffix .held that it waits
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,19 +86,6 @@ class Held(DraftBehind):
         return self._draft.run(works)
 
 
-class LastLost(DraftBehind):
-    """Takes the row before it in place of a round's newest one."""
-
-    def run(self, works: Sequence[BlockWork]) -> list[torch.Tensor]:
-        """Run the step with the wrong rows."""
-        return self._draft.run([self._without_last(work) for work in works])
-
-    def _without_last(self, work: BlockWork) -> BlockWork:
-        if work.features is None or len(work.features) < 2:
-            return work
-        return replace(work, features=torch.cat([work.features[:-1], work.features[-2:-1]]))
-
-
 def main() -> None:
     """Serve a variant until SIGTERM."""
     variant, report = sys.argv.pop(1), Path(sys.argv.pop(1))
@@ -109,7 +93,6 @@ def main() -> None:
     wraps: dict[str, Callable[[BlockDraft], DraftBehind]] = {
         "forced": partial(Recorded, report=report),
         "held": partial(Held, hold=report),
-        "last-lost": LastLost,
     }
     if variant == "forced":
         dflash.load = lambda *arguments: ForcedDrafter(load(*arguments))  # type: ignore[assignment]

@@ -8,7 +8,7 @@ end while a pass is in flight, whatever the machine is busy with.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +111,13 @@ def _mended(served: Served) -> Iterator[None]:
         served.cluster.wait_drafter(name, connected=True)
 
 
-def check(served: Served, running: Answering, *, replays: int) -> pb.GenerationStatistics:
+def check(
+    served: Served, running: Answering, *, replays: Collection[int]
+) -> pb.GenerationStatistics:
     """Check the answer to prompt 0: the target's own, every draft stood, no slot is kept."""
     assert running.result.token_ids == served.truth[0]
     statistics = running.result.finish.statistics
-    assert statistics.replay_count == replays
+    assert statistics.replay_count in replays
     assert statistics.accepted_token_count == statistics.draft_token_count > 0
     served.wait_slots_free()
     return statistics
@@ -140,7 +142,7 @@ def test_l4_l7_the_drafter_killed_in_a_held_verify_and_back_the_text_is_the_same
         cluster.gate.wait_held(back)
         cluster.restart("dflash")
         cluster.wait_drafter(COORDINATOR, connected=True)
-    statistics = check(served, running, replays=1)
+    statistics = check(served, running, replays=[1])
     # One window was drafted, one more in flight; then a token a round until the replay.
     alone = back - lost - 2 * (DRAFT_COUNT + 1)
     assert statistics.target_only_round_count in range(alone, back - lost + 3)
@@ -160,7 +162,7 @@ def test_l4_l7_the_drafter_killed_in_its_own_pass_the_round_goes_on_without_it(
             cluster.gate.wait_held(back)
         cluster.restart("dflash")
         cluster.wait_drafter(COORDINATOR, connected=True)
-    statistics = check(served, running, replays=1)
+    statistics = check(served, running, replays=[1])
     # From the round that lost its drafts to the one that is held.
     assert statistics.target_only_round_count in range(back - LENGTH - 8, back - LENGTH - 8 + 3)
 
@@ -176,33 +178,32 @@ def test_l4_a_late_drafter_drafts_nothing_that_round_and_the_session_goes_on_wit
             cluster.gate.wait_held(back)
         wait_until(lambda: served.draft_passes() == before + 1, "the late pass is over")
     # No replay: rows that have committed meanwhile were kept, and all came with the next draft.
-    statistics = check(served, running, replays=0)
+    statistics = check(served, running, replays=[0])
     assert statistics.target_only_round_count in range(back - LENGTH - 8, back - LENGTH - 8 + 4)
     assert statistics.draft_token_count > 2 * DRAFT_COUNT
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_l4_l7_d13_the_verifier_killed_mid_answer_under_a_dflash_drafter(
-    served: Served, both: bool
-) -> None:
+def test_l4_l7_d13_verifier_and_drafter_killed_mid_answer(served: Served) -> None:
     with served.cluster.answering(COORDINATOR, LENGTH + 20, **fields(0)) as running:
-        served.cluster.kill("verifier")
-        if both:
-            served.cluster.kill("dflash")
-            served.cluster.restart("dflash")
-        served.cluster.restart("verifier")
+        for name in ("verifier", "dflash"):
+            served.cluster.kill(name)
+        for name in ("dflash", "verifier"):
+            served.cluster.restart(name)
         served.cluster.wait_drafter(COORDINATOR, connected=True)
-    check(served, running, replays=1)
+    # Two, where the verifier was there again before the coordinator had found its drafter.
+    check(served, running, replays=[1, 2])
 
 
-def test_d13_a_verifier_whose_device_fails_ends_and_its_successor_goes_on(served: Served) -> None:
+def test_d13_l4_l7_a_verifier_whose_device_fails_ends_and_its_successor_goes_on(
+    served: Served,
+) -> None:
     cluster = served.cluster
     with cluster.answering(COORDINATOR, LENGTH + 20, **fields(0)) as running:
         cluster.gate.fail()
         assert cluster.ended("verifier") != 0
         cluster.gate.open()
         cluster.restart("verifier")
-    check(served, running, replays=1)
+    check(served, running, replays=[1])
 
 
 def test_d14_l7_a_client_that_goes_away_mid_answer_frees_both_services_slots(

@@ -15,12 +15,7 @@ from typing import Any
 import pytest
 
 from splitspec.v1 import generation_pb2 as pb
-from tests.dflash_planted import (
-    LEAST_WINDOW,
-    VOCAB_SIZE,
-    write_planted_draft,
-    write_planted_target,
-)
+from tests.dflash_planted import VOCAB_SIZE, write_planted_draft, write_planted_target
 from tests.system.cluster import Answer, Cluster, free_address, scrape, wait_until
 from tests.system.conftest import DFLASH_FLAGS, DFLASH_VERIFIER
 
@@ -28,7 +23,7 @@ PROMPT = random.Random(1).choices(range(3, VOCAB_SIZE), k=30)
 SUFFIX = random.Random(2).choices(range(3, VOCAB_SIZE), k=9)
 ALL = {"max_tokens": 1 + 3 * 8, "draft_count": 7}
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "T 1.0": {"temperature": 1.0, "seed": 5}}
-DRAFTERS = ("torch", "windowed", "program")
+DRAFTERS = ("torch", "program")
 
 
 @dataclass
@@ -64,7 +59,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, program_cache: Path) -> Ite
     folder = tmp_path_factory.mktemp("r")
     target = write_planted_target(folder / "target")
     planted = write_planted_draft(folder / "planted")
-    windowed = write_planted_draft(folder / "windowed", sliding_window=LEAST_WINDOW, causal=False)
     metrics = {name: free_address() for name in ("verifier", *DRAFTERS)}
     one = ["--slot-count", "1"]
     flags = [*DFLASH_VERIFIER, *one, "--fuse-for", str(planted)]
@@ -75,8 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, program_cache: Path) -> Ite
         for name in DRAFTERS:
             flags = [*DFLASH_FLAGS, *one, "--metrics-address", metrics[name]]
             flags += ["--runtime", "executorch"] if name == "program" else []
-            draft = windowed if name == "windowed" else planted
-            cluster.start_dflash(name, draft, *flags, wait=False)
+            cluster.start_dflash(name, planted, *flags, wait=False)
         cluster.wait_all_serving()
         for name in DRAFTERS:
             cluster.start_coordinator(name, "--draft-seconds", "60", wait=False)
