@@ -398,13 +398,13 @@ def test_whatever_a_config_holds_it_loads_or_is_one_line(
     chance = random.Random(f"{layout} {with_target}")
     source = DraftSource(folder=folder, target=target if with_target else None, embeddings="own")
     said: list[str] = []
-    for _ in range(100):
+    for _ in range(60):
         (folder / "config.json").write_text(json.dumps(damaged(original, chance)))
         try:
             load_checkpoint(source, tmp_path / "cache")
         except UserError as error:
             said.append(str(error))
-    assert 20 < len(said) < 100
+    assert 12 < len(said) < 60
     assert not [line for line in said if "\n" in line or len(line) > 1000]
 
 
