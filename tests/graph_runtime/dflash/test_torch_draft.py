@@ -268,8 +268,16 @@ def reference_of(
 def test_d7_a_window_is_measured_from_the_end_of_context_and_alike_for_every_slot(
     length: int, causal: bool
 ) -> None:
-    """A position is seen by all slots of the block or by none, and w of them are seen."""
-    draft = make(sliding_windows=(WINDOW, WINDOW), causal=(causal, causal), sample_from_anchor=True)
+    """A position is seen by all slots of the block or by none, and w of them are seen.
+
+    In a draft of one layer: further ones pass on what another slot saw.
+    """
+    draft = make(
+        sizes={"n_layers": 1},
+        sliding_windows=(WINDOW,),
+        causal=(causal,),
+        sample_from_anchor=True,
+    )
     session = Session(draft, 1)
     expected = in_steps(draft, session, length)
     edge = length - WINDOW
