@@ -23,14 +23,8 @@ from torch.export import ExportedProgram
 from graph_runtime.dflash.config import DFlashConfig
 from graph_runtime.dflash.network import DFlashNetwork
 from graph_runtime.programs.metadata import DFlashMetadata
-from graph_runtime.programs.network import (
-    Embedding8,
-    InPlaceAttention,
-    LinearNorm,
-    linear_8,
-    prepare_layer,
-)
-from graph_runtime.programs.tracing import trace_methods
+from graph_runtime.programs.network import InPlaceAttention, prepare_ends, prepare_layer
+from graph_runtime.programs.tracing import DraftHead, trace_methods
 
 
 class Context(nn.Module):
@@ -77,19 +71,6 @@ class Block(nn.Module):
         return self.network.block(tokens, positions)
 
 
-class DraftHead(nn.Module):
-    """The `head` method."""
-
-    def __init__(self, network: DFlashNetwork) -> None:
-        """Wrap a prepared network."""
-        super().__init__()
-        self.network = network
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [M, Vd], not capped."""
-        return self.network.head(hidden)
-
-
 def distinct_masks(config: DFlashConfig) -> tuple[tuple[int | None, bool], ...]:
     """Return (window, causal) of the masks that the layers take, without repeats."""
     return tuple(dict.fromkeys(_masks_of_layers(config)))
@@ -107,14 +88,10 @@ def prepare_draft(network: DFlashNetwork, precision: str) -> None:
     """
     for index, layer in enumerate(network.layers):
         prepare_layer(layer, network.config.head_dim, precision, f"layers.{index}")
-    setattr(network, "norm", LinearNorm(network.norm))  # noqa: B010 - another type of module
     # In the table the scale costs nothing, and kernels take no number in place of a tensor.
     network.embed_tokens.weight.mul_(network.config.embedding_scale)
     network.config = replace(network.config, embedding_scale=1.0)
-    if precision != "fp32":
-        embedding, head = network.embed_tokens, network.lm_head
-        setattr(network, "embed_tokens", Embedding8(embedding.weight.detach()))  # noqa: B010
-        setattr(network, "lm_head", linear_8(head, "lm_head.weight"))  # noqa: B010
+    prepare_ends(network, precision)
 
 
 def trace_draft(network: DFlashNetwork, metadata: DFlashMetadata) -> dict[str, ExportedProgram]:

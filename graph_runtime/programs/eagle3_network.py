@@ -22,14 +22,8 @@ from torch.export import ExportedProgram
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.eagle3.network import Eagle3Network
 from graph_runtime.programs.metadata import Eagle3Metadata
-from graph_runtime.programs.network import (
-    Embedding8,
-    InPlaceAttention,
-    LinearNorm,
-    linear_8,
-    prepare_layer,
-)
-from graph_runtime.programs.tracing import trace_methods
+from graph_runtime.programs.network import InPlaceAttention, prepare_ends, prepare_layer
+from graph_runtime.programs.tracing import DraftHead, trace_methods
 
 
 class Enter(nn.Module):
@@ -89,19 +83,6 @@ class Leave(nn.Module):
         return self.network.leave(mixed, residual)
 
 
-class DraftHead(nn.Module):
-    """The `head` method."""
-
-    def __init__(self, network: Eagle3Network) -> None:
-        """Wrap a prepared network."""
-        super().__init__()
-        self.network = network
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Return logits [M, Vd]."""
-        return self.network.head(features)
-
-
 def prepare_draft(network: Eagle3Network, precision: str) -> None:
     """Replace the parts of a loaded float32 `network`, in place, with those that lower well.
 
@@ -109,11 +90,7 @@ def prepare_draft(network: Eagle3Network, precision: str) -> None:
         UserError: a weight does not fit `precision`; names the tensor.
     """
     prepare_layer(network.layer, network.config.head_dim, precision, "layer")
-    embedding, head = network.embed_tokens, network.lm_head
-    setattr(network, "norm", LinearNorm(network.norm))  # noqa: B010 - another type of module
-    if precision != "fp32":
-        setattr(network, "embed_tokens", Embedding8(embedding.weight.detach()))  # noqa: B010
-        setattr(network, "lm_head", linear_8(head, "lm_head.weight"))  # noqa: B010
+    prepare_ends(network, precision)
 
 
 def trace_draft(network: Eagle3Network, metadata: Eagle3Metadata) -> dict[str, ExportedProgram]:

@@ -197,13 +197,18 @@ def prepare(decoder: Decoder, config: DecoderConfig, precision: str) -> None:
     Raises:
         UserError: a weight does not fit `precision`; names the tensor.
     """
-    head, embedding = decoder.lm_head, decoder.embed_tokens
     for index, layer in enumerate(decoder.layers):
         prepare_layer(layer, config.head_dim, precision, f"model.layers.{index}")
-    setattr(decoder, "norm", LinearNorm(decoder.norm))  # noqa: B010 - another type of module
+    prepare_ends(decoder, precision)
+
+
+def prepare_ends(network: nn.Module, precision: str) -> None:
+    """Replace the embedding, the last norm and the head of a decoder or draft, in place."""
+    network.norm = LinearNorm(cast(RMSNorm, network.norm))
     if precision != "fp32":
-        setattr(decoder, "embed_tokens", Embedding8(embedding.weight.detach()))  # noqa: B010
-        setattr(decoder, "lm_head", linear_8(head, "lm_head.weight"))  # noqa: B010
+        embedding, head = cast(nn.Embedding, network.embed_tokens), cast(nn.Linear, network.lm_head)
+        network.embed_tokens = Embedding8(embedding.weight.detach())
+        network.lm_head = linear_8(head, "lm_head.weight")
 
 
 def prepare_layer(layer: nn.Module, head_dim: int, precision: str, prefix: str) -> None:

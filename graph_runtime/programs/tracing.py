@@ -12,6 +12,19 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 
+class DraftHead(nn.Module):
+    """The `head` method of any draft."""
+
+    def __init__(self, network: nn.Module) -> None:
+        """Wrap a prepared network, whose `head` it is."""
+        super().__init__()
+        self.network: Any = network
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [M, Vd] of what the network's layers end with, [M, H]; not capped."""
+        return self.network.head(hidden)
+
+
 def trace_methods(
     methods: Mapping[str, tuple[nn.Module, tuple[Any, ...]]],
 ) -> dict[str, ExportedProgram]:
