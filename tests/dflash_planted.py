@@ -17,6 +17,7 @@ vector, which only the middle tap has. What a slot is itself, pending or MASK, r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,13 @@ def write_random_draft(folder: Path, seed: int = 0, **fields: Any) -> Path:
     return write_draft(
         folder, weights, **{"block_size": BLOCK_SIZE, "mask_token_id": MASK_TOKEN_ID, **fields}
     )
+
+
+def tokens_of(features: Sequence[Sequence[float]]) -> list[int]:
+    """Return the token whose row each feature of the planted draft is made of."""
+    if not features:
+        return []
+    return (torch.tensor(features)[:, TOKEN] @ embedding(0)[:, TOKEN].T).argmax(-1).tolist()
 
 
 def planted_weights(distance: int, seed: int = 0) -> DFlashWeights:

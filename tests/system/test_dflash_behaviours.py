@@ -47,16 +47,14 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from splitspec.v1 import drafter_pb2, verifier_pb2
 from splitspec.v1 import generation_pb2 as pb
-from tests.copy_target import TOKEN
 from tests.dflash_planted import (
     BLOCK_SIZE,
     MASK_TOKEN_ID,
     VOCAB_SIZE,
+    tokens_of,
     write_planted_draft,
     write_planted_target,
 )
@@ -131,14 +129,6 @@ class Served:
         report.write_text("")
         return [json.loads(line) for line in lines]
 
-    def tokens_of(self, features: list[list[float]]) -> list[int]:
-        """Return the token that each feature is a target's row of."""
-        table = load_file(self.target / "model.safetensors")["model.embed_tokens.weight"]
-        if not features:
-            return []
-        parts = torch.tensor(features)[:, TOKEN]
-        return (parts @ table[:, TOKEN].T).argmax(-1).tolist()
-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, program_cache: Path) -> Iterator[Served]:
@@ -175,12 +165,12 @@ def test_d3_d4_d5_d6_a_round_brings_the_rows_of_pending_and_accepted_tokens_and_
     assert [work["draft_count"] for work in works[: rounds + 1]] == [0] + [draft_count] * rounds
     committed = len(PROMPT)
     assert works[0]["start"] == 0
-    assert served.tokens_of(works[0]["features"]) == PROMPT
+    assert tokens_of(works[0]["features"]) == PROMPT
     for done, work in enumerate(works[1 : rounds + 1]):
         assert work["start"] == committed
         committed = len(PROMPT) + done * (right + 1)
         # D3, D6: rejected tokens' rows never come, the pending token's not yet.
-        assert served.tokens_of(work["features"]) == text[work["start"] : committed]
+        assert tokens_of(work["features"]) == text[work["start"] : committed]
         # D4 (L2): nothing is on the way. D5: everything that was emitted is known, pending too.
         assert work["start"] + len(work["features"]) == committed
         assert work["pending_token_id"] == text[committed]

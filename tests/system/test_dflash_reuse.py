@@ -1,11 +1,13 @@
 """D11, K2: an early stop, then a longer prompt on the same and only slot, answered as if freshly.
 
-Verifier and drafter have one slot. The draft is planted: a row of the session before that is still
-seen, or one of the prefix that is missing, costs drafts.
+Verifier and drafter have one slot. The draft is planted: a row of the session before that is seen
+where the newest ones belong costs drafts. Its steps are written down: no row of the prefix is
+missing either, or another's.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +17,23 @@ from typing import Any
 import pytest
 
 from splitspec.v1 import generation_pb2 as pb
-from tests.dflash_planted import VOCAB_SIZE, write_planted_draft, write_planted_target
+from tests.dflash_planted import (
+    VOCAB_SIZE,
+    tokens_of,
+    write_planted_draft,
+    write_planted_target,
+)
 from tests.system.cluster import Answer, Cluster, free_address, scrape, wait_until
 from tests.system.conftest import DFLASH_FLAGS, DFLASH_VERIFIER
 
 PROMPT = random.Random(1).choices(range(3, VOCAB_SIZE), k=30)
 SUFFIX = random.Random(2).choices(range(3, VOCAB_SIZE), k=9)
 ALL = {"max_tokens": 1 + 3 * 8, "draft_count": 7}
-SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "T 1.0": {"temperature": 1.0, "seed": 5}}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"seed": 7},
+    "T 1.0": {"temperature": 1.0, "seed": 7},
+}
+"""With this seed the drafters leave all draft tokens as they are."""
 DRAFTERS = ("torch", "program")
 
 
@@ -47,7 +58,14 @@ class Served:
     def check_longer(self, drafter: str, answered: list[int], sampling: dict[str, Any]) -> Answer:
         """Ask for more after an answer that stopped early; every draft must stand."""
         prompt = [*PROMPT, *answered, *SUFFIX]
+        self.wait_slots_free()
+        report = self.cluster.folder / f"{drafter}.jsonl"
+        report.write_text("")
         answer = self.ask(drafter, prompt, sampling=sampling, **ALL)
+        works = [work for line in report.read_text().splitlines() for work in json.loads(line)]
+        rows = [token for work in works for token in tokens_of(work["features"])]
+        # The last round's own rows: nothing is drafted after them.
+        assert rows == [*prompt, *answer.token_ids][: len(prompt) + 2 * 8]
         truth = self.ask("target", prompt, sampling=sampling, max_tokens=25)
         assert answer.token_ids == truth.token_ids
         assert list(answer.finish.statistics.acceptance_length_counts) == [0] * 7 + [3]
@@ -69,7 +87,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, program_cache: Path) -> Ite
         for name in DRAFTERS:
             flags = [*DFLASH_FLAGS, *one, "--metrics-address", metrics[name]]
             flags += ["--runtime", "executorch"] if name == "program" else []
-            cluster.start_dflash(name, planted, *flags, wait=False)
+            cluster.start_dflash(name, planted, *flags, variant="forced", wait=False)
         cluster.wait_all_serving()
         for name in DRAFTERS:
             cluster.start_coordinator(name, "--draft-seconds", "60", wait=False)
