@@ -36,8 +36,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 PROMPT_LENGTHS = (1, 12, 70)
 """The last one takes three prefill chunks."""
-MOST_TOKENS = 33
-FEW_TOKENS = 17
+MOST_TOKENS = 17
+FEW_TOKENS = 9
 """Of an answer that takes nearly a round a token."""
 PERFECT = ("torch", "program", "windowed")
 """Drafters that draft as the target samples: they are always right."""
@@ -201,8 +201,8 @@ def test_l4_d1_a_random_draft_costs_drafts_and_never_changes_the_text(
     assert 1.0 <= (rounds + accepted) / rounds < 1.3
 
 
-@pytest.mark.parametrize("drafter", ["torch", "program", "random"])
-@pytest.mark.parametrize("draft_count", [1, 4, 7])
+@pytest.mark.parametrize("drafter", ["program", "random"])
+@pytest.mark.parametrize("draft_count", [2, 7])
 def test_l4_d9_the_context_is_filled_exactly_to_its_end(
     served: Served, drafter: str, draft_count: int
 ) -> None:

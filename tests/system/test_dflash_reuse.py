@@ -104,7 +104,7 @@ def test_d11_k2_a_longer_prompt_after_an_answer_that_was_cut(
     served: Served, drafter: str, sampling: dict[str, Any]
 ) -> None:
     # In the middle of a round, and where one ends.
-    for most in (1, 2, 13, 17):
+    for most in (13, 17):
         cut = served.ask(drafter, PROMPT, sampling=sampling, max_tokens=most, draft_count=7)
         assert len(cut.token_ids) == most
         served.check_longer(drafter, cut.token_ids, sampling)
