@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         compare=False,
         draft_model=args.draft_model,
         draft_sampling=args.draft_sampling,
+        block_length=args.block_length,
     )
     tallies = {"target-only": Tally(), "speculative": Tally()}
     differing: list[str] = []
@@ -115,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "draft": args.draft,
         "draft_model": None if args.draft_model is None else args.draft_model.name,
         "draft_sampling": args.draft_sampling,
+        "block_length": args.block_length,
         "draft_count": args.draft_count,
         "temperature": args.temperature,
         "sessions": args.sessions,
@@ -210,6 +212,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", default="ngram")
     parser.add_argument("--draft-model", type=Path, default=None)
     parser.add_argument("--draft-sampling", default=None)
+    parser.add_argument("--block-length", type=int, default=None)
     parser.add_argument("--draft-count", type=int, default=7)
     parser.add_argument("--runtime", default=None)
     parser.add_argument("--precision", default=None)

@@ -130,6 +130,10 @@ def run(
     draft_model: Annotated[
         Path | None, typer.Option(help="eagle3, dflash: the draft checkpoint's folder.")
     ] = None,
+    block_length: Annotated[
+        int | None,
+        typer.Option(min=2, max=MAX_UINT32, help="dflash: slots of a block; default: as trained."),
+    ] = None,
     draft_sampling: Annotated[
         str | None,
         typer.Option(help="eagle3, dflash: argmax or coupled; how sampled answers are drafted."),
@@ -213,6 +217,7 @@ def run(
             compare=compare,
             draft_model=draft_model,
             draft_sampling=draft_sampling,
+            block_length=block_length,
         )
         run_prompt(question, config)
 

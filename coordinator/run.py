@@ -57,8 +57,8 @@ draft whose block is shorter drafts as many as that has."""
 DRAFT_COUNTS = {"eagle3": 4, "dflash": 4}
 """Method -> draft tokens a round where nobody says, if not the coordinator's default. An EAGLE-3
 draft costs a pass a token, and on a CPU a window of 8 rows costs 1.6 times one of 5, which costs
-little more than one row (benchmarks/LOG.md). A DFlash draft costs one pass whatever their number;
-the window's cost is the same, and until a trained draft has been measured it is all that is known.
+little more than one row. A DFlash draft costs one pass whatever their number, but its window costs
+the same: with a trial draft 1.23 times target-only's speed with 4, 0.92 with 7 (benchmarks/LOG.md).
 ngram drafts no further than it has reason to."""
 SERVICE_MODULES = {
     "drafter": "drafter_service",
@@ -87,6 +87,8 @@ class RunConfig:
     draft_model: Path | None = None
     """Folder of the draft's checkpoint; one of MODEL_METHODS has one."""
     draft_sampling: str | None = None
+    block_length: int | None = None
+    """dflash: slots of a block; the drafter knows how many its checkpoint allows."""
 
     def __post_init__(self) -> None:
         if self.draft not in METHODS:
@@ -114,6 +116,8 @@ class RunConfig:
             if value is not None and not has_model:
                 owners = " or ".join(MODEL_METHODS)
                 raise UserError(f"--{name} goes with --draft {owners}; it is {self.draft}")
+        if self.block_length is not None and self.draft != "dflash":
+            raise UserError(f"--block-length goes with --draft dflash; it is {self.draft}")
         if self.draft_model is not None and not self.draft_model.expanduser().is_dir():
             raise UserError(f"--draft-model {str(self.draft_model)!r} is not a folder")
         if self.draft_sampling not in (None, *DRAFT_SAMPLINGS):
@@ -210,6 +214,7 @@ def _model_flags(config: RunConfig) -> dict[str, object]:
         "target": config.model,
         "rows": "fused",  # the verifier is started to fuse for this very draft
         "draft-sampling": config.draft_sampling,
+        "block-length": config.block_length,
         "runtime": config.runtime,
         "threads": config.threads,
         "cache-dir": config.cache_dir.expanduser(),

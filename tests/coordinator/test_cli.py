@@ -245,19 +245,25 @@ def test_run_of_a_draft_model_makes_verifier_and_drafter_agree_on_fused_rows(
     assert "--draft-count 4 " in lines["coordinator"], "a window of 5 rows costs little more than 1"
 
 
-@pytest.mark.parametrize("method", run.MODEL_METHODS)
+@pytest.mark.parametrize(("method", "block_length"), [("eagle3", None), ("dflash", 5)])
 def test_run_starts_services_with_flags_that_they_take(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, block_length: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "head").mkdir()
     with_model = replace(
-        config(tmp_path), draft=method, draft_model=tmp_path / "head", draft_sampling="argmax"
+        config(tmp_path),
+        draft=method,
+        draft_model=tmp_path / "head",
+        draft_sampling="argmax",
+        block_length=block_length,
     )
     services = {"drafter": drafter_service.__main__, "verifier": verifier_service.__main__}
     for name, service in services.items():
         monkeypatch.setattr(service, "run_service", lambda serving: serving.close())
         monkeypatch.setattr(service, "model_folder", lambda *_: tmp_path, raising=False)
         (command,) = (c for c in service_commands(with_model, tmp_path) if c.name == name)
+        told = "--block-length 5" in " ".join(command.arguments)
+        assert told == (name == "drafter" and block_length is not None)
         result = CliRunner().invoke(service.app, list(command.arguments[2:]))
         assert result.exit_code == 0, (name, result.output, result.exception)
 

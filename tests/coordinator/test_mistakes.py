@@ -49,6 +49,7 @@ MISTAKES = {
     "run --draft none --draft-sampling argmax x": "--draft-sampling goes with --draft eagle3 or ",
     "run --draft eagle3 --draft-model /nowhere x": "--draft-model '/nowhere' is not a folder",
     "run --draft dflash --draft-model /nowhere x": "--draft-model '/nowhere' is not a folder",
+    "run --draft eagle3 --draft-model . --block-length 4 x": "--block-length goes with --draft dfl",
     "run --draft eagle3 --draft-model . --draft-sampling top x": "--draft-sampling 'top' is not",
     "run --draft dflash --draft-model . --draft-sampling top x": "--draft-sampling 'top' is not",
     "run --runtime foo x": "--runtime 'foo' is not executorch or torch",
