@@ -60,9 +60,26 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
 
 @pytest.fixture
-def load_program(program_cache: Path) -> LoadProgram:
+def exported_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export in the test's process: one of its own imports the exporter anew, for seconds.
+
+    The exporter's process is what test_exporter.py, the services' tests and the system tests run.
+    """
+    pytest.importorskip("executorch")
+    from graph_runtime.programs import export
+    from graph_runtime.programs.kinds import export_here
+
+    def here(source: Any, path: Path, key: Any, *_: Any) -> None:
+        export_here(source, path, key, lambda _phase: None)
+
+    monkeypatch.setattr(export, "_export", here)
+
+
+@pytest.fixture
+def load_program(program_cache: Path, request: pytest.FixtureRequest) -> LoadProgram:
     """Return a function that loads a model's program, exported into the shared cache."""
     pytest.importorskip("executorch")
+    request.getfixturevalue("exported_here")
     from graph_runtime.programs import load_program_target
 
     def load(folder: Path, precision: str, **arguments: Any) -> Any:

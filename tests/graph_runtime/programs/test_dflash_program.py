@@ -16,7 +16,7 @@ pytest.importorskip("executorch")
 
 from graph_runtime.dflash.draft import BlockDraft, BlockWork
 from graph_runtime.dflash.load import load_draft, load_fusion_module
-from graph_runtime.programs import DRAFT_PRECISIONS, export
+from graph_runtime.programs import DRAFT_PRECISIONS
 from graph_runtime.programs.dflash_export import CONTEXT_ROWS, HEAD_ROWS
 from tests.graph_runtime.programs.block_drafts import (
     CONTEXT,
@@ -27,12 +27,12 @@ from tests.graph_runtime.programs.block_drafts import (
     write_files,
 )
 from tests.graph_runtime.programs.conftest import MakeModel
-from tests.graph_runtime.programs.test_export import export_in_this_process
 
 SLOTS = 12
 LENGTHS = (0, 1, 2, SEEN, SEEN + 1, 64, CONTEXT_ROWS + 1, CONTEXT - 1, CONTEXT)
 """Where windows, capacity blocks and calls of `context` end, and the ends of the context."""
 LoadDraft = Callable[..., BlockDraft]
+pytestmark = pytest.mark.usefixtures("exported_here")
 
 
 @pytest.fixture
@@ -47,9 +47,8 @@ def make_files(tmp_path: Path, make_model: MakeModel) -> MakeFiles:
 
 
 @pytest.fixture
-def load(program_cache: Path, monkeypatch: pytest.MonkeyPatch) -> LoadDraft:
+def load(program_cache: Path) -> LoadDraft:
     """Return a function that loads a draft's program, exported into the shared cache."""
-    monkeypatch.setattr(export, "_export", export_in_this_process)  # quicker than a process
 
     def load(
         files: BlockDraftFiles,

@@ -19,6 +19,8 @@ from splitspec.errors import UserError
 from tests.eagle3_layouts import random_weights, write_draft
 from tests.graph_runtime.programs.conftest import CONTEXT, MakeModel, MakeSource
 
+pytestmark = pytest.mark.usefixtures("exported_here")
+
 
 def test_what_changes_a_draft_s_program_changes_its_name(
     make_source: MakeSource, make_model: MakeModel, tmp_path: Path

@@ -26,6 +26,7 @@ CONTEXT = 300
 SLOTS = 12
 """More than one `leave` takes."""
 LoadDraft = Callable[..., Draft]
+pytestmark = pytest.mark.usefixtures("exported_here")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from graph_runtime.eagle3.checkpoint import Eagle3Source
@@ -14,6 +15,7 @@ from graph_runtime.target import Span
 from tests.eagle3_layouts import random_weights, write_draft
 from tests.tiny import write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("exported_here")
 CONTEXT = 100
 """Less than the rows of the longest step."""
 

@@ -28,6 +28,7 @@ from tests.graph_runtime.programs.speculators import (
 )
 
 pytest.importorskip("executorch")
+pytestmark = pytest.mark.usefixtures("exported_here")
 PROMPT = random.Random(1).sample(range(3, VOCAB_SIZE), 12)
 TOKENS = 1 + 24
 CHAINS = [(1, 1), (3, 3), *((chain, 7) for chain in range(1, 8))]

@@ -16,6 +16,7 @@ from tests.graph_runtime.programs.speculators import export
 from tests.tiny import write_tiny_model
 
 pytest.importorskip("executorch")
+pytestmark = pytest.mark.usefixtures("exported_here")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tests.graph_runtime.programs.test_program_target import tokens_of
 from tests.tiny import write_tiny_model
 
 pytest.importorskip("executorch")
+pytestmark = pytest.mark.usefixtures("exported_here")
 TAPS = (0, 1, 2)
 WINDOW = 20
 MATHS = Maths(post_norm_feedback=True, sliding_window=WINDOW)
