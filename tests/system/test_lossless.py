@@ -77,8 +77,8 @@ def test_l4_speculative_tokens_and_text_equal_target_only(
     served: tuple[Cluster, list[Case]], drafter: str, draft_count: int
 ) -> None:
     cluster, cases = served
-    if "torch" in cluster.verifier_flags:  # slow: another third of the cases each K
-        cases = cases[draft_count % 3 :: 3]
+    if "torch" in cluster.verifier_flags:  # slow: another seventh of the cases each K
+        cases = cases[draft_count - 1 :: 7]
     with ThreadPoolExecutor(8) as pool:
         answers = list(
             pool.map(lambda case: case.run(cluster, f"coordinator-{drafter}", draft_count), cases)

@@ -12,11 +12,13 @@ from tests.system.cluster import Cluster, running_cluster
 
 pytestmark = pytest.mark.real_model
 MAX_TOKENS = 24
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "T 0.7 top-p 0.9": {"temperature": 0.7, "top_p": 0.9, "seed": 20},
-    "T 1.0": {"temperature": 1.0, "seed": 21},
+SAMPLINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "greedy": (20, {}),
+    "T 0.7 top-p 0.9": (7, {"temperature": 0.7, "top_p": 0.9, "seed": 20}),
+    "T 1.0": (7, {"temperature": 1.0, "seed": 21}),
 }
+"""How many prompts, and how their answers are sampled. Seven have a K of 1 to 7 each; the many
+samplings of many prompts are those of tiny models, in test_lossless.py."""
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +37,12 @@ def real_cluster(
 def test_l4_real_prompts_speculative_equals_target_only(
     real_cluster: Cluster, prompts: list[str], sampling: str
 ) -> None:
+    count, parameters = SAMPLINGS[sampling]
     drafted = 0
-    for index, prompt in enumerate(prompts[:20]):
+    for index, prompt in enumerate(prompts[:count]):
         fields = {
             "conversation": {"messages": [{"role": "user", "content": prompt}]},
-            "sampling": SAMPLINGS[sampling],
+            "sampling": parameters,
             "max_tokens": MAX_TOKENS,
         }
         alone = real_cluster.generate("coordinator-target", **fields)

@@ -67,12 +67,14 @@ def fields(index: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def known(tmp_path: Path, tiny_model: Path, program_cache: Path) -> Iterator[Known]:
-    metrics = free_address()
+@pytest.fixture(scope="module")
+def running(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, program_cache: Path
+) -> Iterator[Known]:
+    folder, metrics = tmp_path_factory.mktemp("w"), free_address()
     flags = [*VERIFIER, "--metrics-address", metrics]
-    cluster = Cluster(tmp_path, tiny_model, flags, program_cache, gated=True)
-    report, file = tmp_path / "report.json", tmp_path / "known.json"
+    cluster = Cluster(folder, tiny_model, flags, program_cache, gated=True)
+    report, file = folder / "report.json", folder / "known.json"
     try:
         cluster.start_verifier()
         target = cluster.start_coordinator(None)
@@ -89,6 +91,19 @@ def known(tmp_path: Path, tiny_model: Path, program_cache: Path) -> Iterator[Kno
         yield Known(cluster, truth, report, metrics)
     finally:
         cluster.close()
+
+
+@pytest.fixture
+def known(running: Known) -> Known:
+    """Return the cluster with a drafter that has counted nothing yet."""
+    cluster = running.cluster
+    if "rows" in cluster.processes:
+        cluster.kill("rows")
+        cluster.wait_drafter(COORDINATOR, connected=False)
+    running.report.unlink(missing_ok=True)
+    cluster.restart_missing()  # what a test that failed has left
+    cluster.wait_drafter(COORDINATOR, connected=True)
+    return running
 
 
 def test_l2_every_committed_row_reaches_the_drafter_once_and_unchanged(known: Known) -> None:
