@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
 
 torch.set_num_threads(1)  # the machine is shared
+# A shell without job control starts what runs in the background with SIGINT ignored. Every process
+# that a test starts would inherit that, and tests that press Ctrl-C would wait in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REAL_MODEL = "smollm2-135m"
 EXPORTER = Path(__file__).parents[1] / "graph_runtime"
