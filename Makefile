@@ -19,7 +19,7 @@ export PROMPT
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
-	@$(BIN)/splitspec run "$$PROMPT"
+	@$(BIN)/splitspec run -- "$$PROMPT"
 
 test: lint $(VENV)/.installed-dev
 	@$(BIN)/splitspec model pull smollm2-135m || echo "note: the real model could not be pulled;" \

@@ -17,10 +17,12 @@ def read_config_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`.
 
     Raises:
-        UserError: it is missing, no JSON, or no object.
+        UserError: it is missing, no JSON, or no object; or a key stands twice.
     """
+    if path.exists() and not path.is_file():  # reading a pipe would never end
+        raise UserError(f"{path} is no regular file")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -28,6 +30,20 @@ def read_config_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no JSON object")
     return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; readers disagree on which of two equal keys counts.
+
+    Raises:
+        ValueError: names the key.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice")
+        found[key] = value
+    return found
 
 
 def integer(values: Mapping[str, Any], key: str, *, least: int, most: int) -> int:

@@ -153,7 +153,7 @@ def checked_block_length(config: DFlashConfig, block_length: int | None) -> int:
         return config.block_size
     if not LEAST_BLOCK_LENGTH <= block_length <= config.block_size:
         raise UserError(
-            f"block length is {block_length}; expected {LEAST_BLOCK_LENGTH} to "
+            f"--block-length is {block_length}; expected {LEAST_BLOCK_LENGTH} to "
             f"{config.block_size}, the block_size that the draft was trained with"
         )
     return block_length

@@ -43,6 +43,8 @@ def find_layout(config: Mapping[str, Any], names: Collection[str]) -> str:
         return "speculators"
     if stated and stated[0] in _DEEPSPEC:
         return "deepspec"
+    if stated and (stated[0].startswith("DFlash") or "dflash_config" in config):
+        raise refused("architectures", stated, "an EAGLE-3 draft; this is DFlash: --draft dflash")
     if stated and stated[0] not in _LLAMA:
         known = ", ".join((*_LLAMA, *_SPECULATORS, *_DEEPSPEC))
         raise refused("architectures", stated, f"an EAGLE-3 draft: one of {known}")

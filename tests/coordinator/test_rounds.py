@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
+from coordinator.drafter import NoDrafter
+from coordinator.rounds import prefill
 from coordinator.sessions import Session
 from splitspec.v1 import generation_pb2 as pb
+from splitspec.v1 import rows_pb2, sampling_pb2, verifier_pb2
 from tests.coordinator.fakes.stand import PROMPT, Stand, stand
 from tests.coordinator.fakes.target import continuation
 
@@ -80,6 +84,58 @@ async def test_prefill_rows_reach_the_drafter_chunk_by_chunk(wants_rows: bool) -
         assert s.drafter is not None
         await s.generate(prompt=list(range(5, 45)), max_tokens=8)
         assert s.drafter.extend_count == 5
+
+
+class _RecordingVerifier:
+    """A verifier lane that writes down what is asked of it, in the drafter lane's list too."""
+
+    max_draft_count = 7
+
+    def __init__(self, calls: list[tuple[str, int]]) -> None:
+        self.calls = calls
+
+    async def open(self, session: Session, row_kind: rows_pb2.RowKind) -> None:
+        del session, row_kind
+
+    def chunks(self, begin: int, end: int) -> Iterable[tuple[int, int]]:
+        return [(at, min(at + 4, end)) for at in range(begin, end, 4)]
+
+    async def prefill(self, session: Session, end: int) -> verifier_pb2.PrefillResult:
+        self.calls.append(("prefill to", end))
+        rows = rows_pb2.Rows(start=session.committed_length, count=end - session.committed_length)
+        return verifier_pb2.PrefillResult(bonus_token_id=9, rows=rows)
+
+
+class _RecordingDrafter(NoDrafter):
+    """A drafter lane that writes down when it is handed rows and when it sends them on."""
+
+    def __init__(self, calls: list[tuple[str, int]]) -> None:
+        self.calls = calls
+
+    def keep(self, rows: rows_pb2.Rows | None) -> None:
+        assert rows is not None
+        self.calls.append(("rows", rows.count))
+
+    def extend(self, session: Session) -> None:
+        self.calls.append(("extend to", session.committed_length))
+
+
+async def test_rows_of_a_prefill_chunk_are_sent_on_before_the_next_chunk_is_run() -> None:
+    calls: list[tuple[str, int]] = []
+    session = Session(
+        tokens=list(range(10)),
+        prompt_length=10,
+        output_limit=4,
+        draft_count=0,
+        sampling=sampling_pb2.SamplingParameters(),
+    )
+    verifier: Any = _RecordingVerifier(calls)
+    assert await prefill(session, verifier, _RecordingDrafter(calls)) == [9]
+    assert calls == [
+        ("prefill to", 4), ("rows", 4), ("extend to", 4),
+        ("prefill to", 8), ("rows", 4), ("extend to", 8),
+        ("prefill to", 10), ("rows", 2), ("extend to", 10),
+    ]  # fmt: skip
 
 
 async def test_eight_concurrent_sessions_equal_each_alone_and_share_steps() -> None:

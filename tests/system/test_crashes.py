@@ -68,7 +68,7 @@ def _same(answer: Answer, reference: Answer) -> None:
     assert statistics.output_token_count == TOKENS
 
 
-@pytest.mark.parametrize(("at", "drafter"), [(0, "right"), (37, "ngram"), (130, "right")])
+@pytest.mark.parametrize(("at", "drafter"), [(0, "right"), (37, "ngram")])
 def test_l4_verifier_killed_mid_round_the_answer_is_replayed_and_unchanged(
     served: tuple[Cluster, Answer], at: int, drafter: str
 ) -> None:

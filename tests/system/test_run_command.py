@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dflash_layouts import random_weights, write_draft
 from tests.graph_runtime.tiny_gguf import write_tiny_gguf
 from tests.tiny import write_tiny_model
 
@@ -47,6 +48,26 @@ def processes_of(folder: Path) -> list[str]:
         if str(folder) in line:
             found.append(line)
     return found
+
+
+def test_run_of_a_dflash_draft_says_so_and_its_text_is_the_targets(
+    command: list[str], tmp_path: Path, sockets: Path
+) -> None:
+    folder = write_draft(tmp_path / "draft", random_weights(3), block_size=8)
+    draft = ["--draft", "dflash", "--draft-model", str(folder), "--block-length", "5"]
+    done = subprocess.run(
+        [*command, *draft, "--max-tokens", "12", "--compare", "one two three one two"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env=environment(sockets),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "draft dflash" in done.stderr
+    assert "text identical" in done.stderr, "law L4"
+    assert processes_of(tmp_path) == []
 
 
 def test_run_answers_compares_traces_and_leaves_nothing(

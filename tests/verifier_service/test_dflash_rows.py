@@ -17,7 +17,15 @@ from splitspec.v1 import rows_pb2
 from tests import eagle3_layouts
 from tests.dflash_layouts import DFlashWeights, random_weights, write_draft
 from tests.tiny import write_tiny_model
-from tests.verifier_service.fusing import PROMPT, Rig, config, values, verified, verifying
+from tests.verifier_service.fusing import (
+    NONE,
+    PROMPT,
+    Rig,
+    config,
+    values,
+    verified,
+    verifying,
+)
 from verifier_service.fusion import load_draft_fusion
 from verifier_service.metrics import VerifierMetrics
 
@@ -129,6 +137,22 @@ def test_D18_L6_committed_row_bytes_are_committed_rows_times_row_bytes(
         assert len(outcome.rows.data) == committed * row_bytes
         assert registry.get_sample_value("committed_row_bytes_total") == committed * row_bytes
         rig.engine.release_all(rig.stream)
+
+
+def test_D18_row_bytes_of_a_packed_step_are_those_of_all_its_sessions(
+    model: Path, tmp_path: Path
+) -> None:
+    rig = Rig(model, draft(tmp_path / "draft"), tmp_path)
+    truth = rig.continuation(8)
+    for session, kind in ((1, FUSED), (2, RAW), (3, NONE)):
+        rig.prompt(session, kind)
+    step = rig.run(
+        verifying(1, len(PROMPT), truth[0], truth[1:4]),  # all 3 stand: 4 rows
+        verifying(2, len(PROMPT), truth[0], [truth[1], (truth[2] + 1) % 300]),  # 2 rows
+        verifying(3, len(PROMPT), truth[0], truth[1:3]),  # wants none
+    )
+    assert step.pass_count == 1
+    assert step.row_bytes == 4 * HT * (4 + 2 * len(TAPS))
 
 
 def load(model: Path, fuse_for: Path, cache: Path, **fields: Any) -> RowProjection:

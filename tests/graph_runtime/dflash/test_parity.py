@@ -322,7 +322,7 @@ def test_d19_a_block_trained_at_8_cannot_run_at_16_and_one_trained_at_16_runs_at
     tmp_path: Path,
 ) -> None:
     short = written(tmp_path / "8", Case(trained=8))
-    with pytest.raises(UserError, match="block length is 16; expected 2 to 8, the block_size that"):
+    with pytest.raises(UserError, match="--block-length is 16; expected 2 to 8, the block_size"):
         loaded(short, tmp_path, block_length=16)
     long = written(tmp_path / "16", Case(trained=16))
     drafts = [loaded(long, tmp_path, block_length=length) for length in (None, 16, 8)]

@@ -336,6 +336,16 @@ def test_a_pack_runs_each_linear_over_the_rows_of_all_its_blocks() -> None:
     assert tiles == [8, 8]
 
 
+@pytest.mark.parametrize("count", range(1, 8))
+def test_d2_each_layer_runs_once_a_step_whatever_the_draft_count(count: int) -> None:
+    draft = make()
+    runs: list[int] = []
+    for layer in draft._network.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda _m, _i, out: runs.append(len(out)))
+    draft.run([Session(draft, 1).work(0, 0, 30, count)])
+    assert runs == [8] * draft.config.n_layers
+
+
 def test_a_block_trained_at_16_runs_at_8_as_a_block_of_8_and_not_as_half_of_16() -> None:
     """Slots see fewer masks, so that even the first ones differ from the longer block's."""
     long, short = make(block_size=16), make(block_size=16, block_length=8)
@@ -355,7 +365,7 @@ def test_d19_a_block_longer_than_the_trained_one_is_refused_and_both_are_named()
     config = config_of(random_weights(3), block_size=8)
     assert [checked_block_length(config, length) for length in (None, 2, 7, 8)] == [8, 2, 7, 8]
     for length in (16, 9, 1, 0, -1):
-        with pytest.raises(UserError, match=rf"block length is {length}; expected 2 to 8, the blo"):
+        with pytest.raises(UserError, match=rf"--block-length is {length}; expected 2 to 8"):
             checked_block_length(config, length)
 
 
@@ -420,8 +430,8 @@ def test_a_draft_says_what_it_is(tmp_path: Path) -> None:
         ({"device": "tpu"}, "device is 'tpu'; --runtime torch has cpu and cuda"),
         ({"runtime": "executorch", "device": "cuda"}, "--runtime executorch runs on cpu only"),
         ({"slot_count": 2**50}, "do not fit in the memory of cpu"),
-        ({"block_length": 9}, "block length is 9; expected 2 to 8, the block_size that the draft"),
-        ({"block_length": 1}, "block length is 1; expected 2 to 8, the block_size that the draft"),
+        ({"block_length": 9}, "--block-length is 9; expected 2 to 8, the block_size that the"),
+        ({"block_length": 1}, "--block-length is 1; expected 2 to 8, the block_size that the"),
     ],
 )
 def test_an_argument_that_no_runtime_takes_is_an_error(

@@ -499,7 +499,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "dflash by speculators": (
         "speculators", {"config": {"speculators_model_type": "dflash"}}, "speculators_model_type"),
     "dflash by architecture": (
-        "modelopt", {"config": {"architectures": ["DFlashDraftModel"]}}, "DFlashDraftModel"),
+        "modelopt", {"config": {"architectures": ["DFlashDraftModel"]}}, "this is DFlash"),
     "dflash by tensor": (
         "modelopt", {"tensors": {"hidden_norm.weight": torch.ones(64)}}, "DFlash"),
     "kimi by architecture": (

@@ -202,8 +202,8 @@ def test_a_program_that_was_written_without_a_key_is_refused_at_load(
     [
         ({"precision": "q4_1"}, "precision is 'q4_1'; a draft has fp32, 8da8w, 8da4w"),
         ({"max_context_length": 0}, "max context length is 0; expected at least 1"),
-        ({"block_length": 16}, "block length is 16; expected 2 to 8, the block_size that"),
-        ({"block_length": 1}, "block length is 1; expected 2 to 8"),
+        ({"block_length": 16}, "--block-length is 16; expected 2 to 8, the block_size that"),
+        ({"block_length": 1}, "--block-length is 1; expected 2 to 8"),
     ],
 )
 def test_d19_an_argument_out_of_its_range_is_refused_by_export_and_load(

@@ -309,6 +309,16 @@ def recorded(draft: Any) -> tuple[list[int], list[int], list[int]]:
     return tuple(recorder.rows for recorder in recorders)  # type: ignore[return-value]
 
 
+def test_d2_a_session_s_block_is_one_call_whatever_the_draft_count(
+    make_files: MakeFiles, load: LoadDraft
+) -> None:
+    draft, session = load(make_files(), "8da8w"), Session(1)
+    context, block, _ = recorded(draft)
+    for length, count in enumerate(range(1, 8)):
+        draft.run([session.work(0, length, length + 1, count)])
+    assert (context, block) == ([2] * 7, [8] * 7)
+
+
 def test_what_a_step_runs_is_what_was_asked_for_and_never_a_single_row(
     make_files: MakeFiles, load: LoadDraft
 ) -> None:
