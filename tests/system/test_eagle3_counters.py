@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,62 +11,24 @@ from splitspec.v1 import generation_pb2 as pb
 from tests.eagle3_copy import (
     HIDDEN,
     TAP_LAYERS,
-    VOCAB_SIZE,
     write_copy_head,
     write_copy_target,
     write_random_head,
 )
-from tests.system.cluster import Answer, Cluster, free_address, scrape, wait_until
+from tests.system.cluster import Cluster, free_address
 from tests.system.conftest import EAGLE3_FLAGS, EAGLE3_VERIFIER
+from tests.system.counting import (
+    K_AND_FORCED,
+    LONG_PROMPT,
+    PROMPT,
+    TOKENS,
+    Served,
+    check_row_bytes,
+    windows,
+)
 
-PROMPT = random.Random(1).sample(range(3, VOCAB_SIZE), 12)
-LONG_PROMPT = random.Random(2).choices(range(3, VOCAB_SIZE), k=40)
-"""Two prefill chunks."""
-TOKENS = 1 + 24
 FLOAT_BYTES = 4
 ROW_BYTES = {"raw": len(TAP_LAYERS) * HIDDEN * FLOAT_BYTES, "fused": HIDDEN * FLOAT_BYTES}
-MOST_OVERHEAD = 200
-"""Bytes of a message besides its rows."""
-MOST_LENGTH_BYTES = 8
-"""What a message's lengths, its rows' width and its times grow by when its rows are wider."""
-K_AND_FORCED = [(k, a) for k in range(1, 8) for a in range(k + 1)]
-
-
-@dataclass
-class Served:
-    """The running cluster, what the target alone says, and where processes count."""
-
-    cluster: Cluster
-    truth: list[int]
-    """After LONG_PROMPT."""
-    metrics: dict[str, str]
-
-    def counted(
-        self, drafter: str, prompt: list[int], **fields: Any
-    ) -> tuple[Answer, dict[str, dict[str, int]]]:
-        """Answer a prompt; return also what each process's counters have grown by."""
-        names = ("verifier", drafter, f"coordinator-{drafter}")
-        before = self._counters(names)
-        ids = pb.TokenIds(ids=prompt)
-        answer = self.cluster.generate(f"coordinator-{drafter}", token_ids=ids, **fields)
-        after = self._counters(names)
-        rises = {
-            name: {key: int(value - before[name].get(key, 0.0)) for key, value in one.items()}
-            for name, one in after.items()
-        }
-        return answer, rises
-
-    def _counters(self, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-        """Return the counters of processes that have nothing to do."""
-        found: dict[str, dict[str, float]] = {}
-
-        def idle() -> bool:
-            # Nobody waits for an extend or a release.
-            found.update({name: scrape(self.metrics[name]) for name in names})
-            return all(one["slots_in_use"] == 0 for one in found.values())
-
-        wait_until(idle, "all slots are free")
-        return found
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +59,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, program_cache: Path) -> Ite
         yield Served(cluster, truth.token_ids, metrics)
     finally:
         cluster.close()
-
-
-def windows(verifier: dict[str, int]) -> list[int]:
-    """Return how many windows had 1, 2, .. 8 rows; there was no wider one."""
-    up_to = [verifier.get(f'window_rows_bucket{{le="{rows}.0"}}', 0) for rows in range(1, 9)]
-    assert up_to[-1] == verifier.get("window_rows_count", 0)
-    return [more - less for less, more in zip([0, *up_to], up_to, strict=False)]
 
 
 @pytest.mark.parametrize(("draft_count", "right"), K_AND_FORCED)
@@ -151,25 +103,4 @@ def test_e14_l5_a_random_head_costs_k_passes_a_round_and_no_window_is_narrower(
 def test_l6_bytes_on_the_wire_are_committed_rows_times_their_width(
     served: Served, draft_count: int, right: int
 ) -> None:
-    rounds = 3
-    drafted_rounds = rounds if right > 0 else rounds - 1  # a last token alone is not drafted for
-    request = {"draft_count": draft_count, "max_tokens": 1 + rounds * (right + 1)}
-    excess = {}
-    for rows, row_bytes in ROW_BYTES.items():
-        answer, rise = served.counted(rows, PROMPT, **request, sampling={"seed": right})
-        assert answer.finish.statistics.round_count == rounds
-        committed = len(PROMPT) + rounds * (right + 1)
-        # Rows that nobody drafts after stay with the coordinator.
-        forwarded = len(PROMPT) + (drafted_rounds - 1) * (right + 1)
-        assert rise["verifier"]["committed_row_bytes_total"] == committed * row_bytes
-        wire = rise[f"coordinator-{rows}"]
-        excess[rows] = {
-            kind: wire[f'wire_bytes_total{{kind="{kind}"}}'] - count * row_bytes
-            for kind, count in (("verify_response", committed), ("draft_request", forwarded))
-        }
-    # Beside rounds: open, prefill or its rows, release.
-    messages = rounds + 3
-    for kind in ("verify_response", "draft_request"):
-        fused, raw = excess["fused"][kind], excess["raw"][kind]
-        assert 0 < min(fused, raw) <= max(fused, raw) < MOST_OVERHEAD * messages
-        assert abs(raw - fused) <= MOST_LENGTH_BYTES * messages
+    check_row_bytes(served, ROW_BYTES, draft_count, right)
