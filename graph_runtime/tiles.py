@@ -165,15 +165,15 @@ def tile_runs(spans: Sequence[PackedSpan], first: int) -> list[Run]:
 def by_tiles(
     compute: Callable[..., Sequence[torch.Tensor]], *rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return what `compute` returns for rows [N, ...], N >= 1, computed a tile at a time.
+    """Return what `compute` returns for rows [N, ...], computed a tile at a time.
 
     Args:
         compute: takes tensors [TILE_ROWS, ...] like `rows` and returns such tensors.
-        rows: of equal N; the last tile is padded with zeros, whose results are dropped.
+        rows: of equal N, 0 too; the last tile is padded with zeros, whose results are dropped.
     """
     count = len(rows[0])
     tiles = []
-    for first in range(0, count, TILE_ROWS):
+    for first in range(0, max(count, 1), TILE_ROWS):
         parts = [part[first : first + TILE_ROWS] for part in rows]
         short = TILE_ROWS - len(parts[0])
         if short:

@@ -29,9 +29,8 @@ from graph_runtime.drafts.tensors import (
     TARGET_EMBEDDING,
     check_elements,
     check_names,
-    own_head,
+    choose_head,
     read_draft_vocabulary,
-    shared_head,
     target_tensor,
 )
 from graph_runtime.model_files import model_hash, tokenizer_hash
@@ -111,6 +110,15 @@ def load_fusion(
     return files.config, model_hash(source.folder, cache_dir), _fusion_tensors(files)
 
 
+def load_config(source: DraftSource) -> DFlashConfig:
+    """Read a draft's shape; every name and shape of its tensors is checked, and none is read.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
+    return _open(source).config
+
+
 def _fusion_tensors(files: _Files) -> dict[str, torch.Tensor]:
     names = [n for n in expected_shapes(files.config) if n.startswith("fusion.")]
     return {n: files.stored[n].read_weight() for n in names}
@@ -125,7 +133,15 @@ def _all_tensors(files: _Files) -> dict[str, torch.Tensor]:
         choice=files.source.embeddings,
         vocabulary=files.config.vocab_size,
     )
-    tensors[HEAD] = _head(files, tensors[EMBEDDING])
+    tensors[HEAD] = choose_head(
+        files.stored,
+        tensors[EMBEDDING],
+        folder=files.source.folder,
+        tied=files.tied,
+        target=files.source.target,
+        target_tied=files.target is not None and files.target.tied,
+        shape=shapes[HEAD],
+    )
     return tensors
 
 
@@ -168,19 +184,3 @@ def _check_names(config: DFlashConfig, stored: dict[str, StoredTensor]) -> None:
     )
     for name in sorted(set(ignored) & set(stored)):
         logger.info("%s: %s is training's copy and is not used", stored[name].path, name)
-
-
-def _head(files: _Files, embedding: torch.Tensor) -> torch.Tensor:
-    """Return the head [Vd, H]: the file's whenever it has one, whatever it says about ties."""
-    head = own_head(files.stored, files.config.draft_vocab_size)
-    if head is not None:
-        return head
-    if files.tied and EMBEDDING in files.stored:
-        logger.info("the draft's head is its embedding: tie_word_embeddings is true")
-        return embedding
-    return shared_head(
-        files.source.folder,
-        files.source.target,
-        tied=files.target is not None and files.target.tied,
-        shape=expected_shapes(files.config)[HEAD],
-    )

@@ -24,8 +24,9 @@ from torch.nn.utils import skip_init
 
 from graph_runtime.decoder import MLP, RMSNorm, SelfAttention
 from graph_runtime.dflash.config import DFlashConfig
+from graph_runtime.drafts.tensors import fusion_weights
 from graph_runtime.rope import rope_tables
-from graph_runtime.tiles import TILE_ROWS
+from graph_runtime.tiles import by_tiles
 
 
 class ContextFusion(nn.Module):
@@ -45,18 +46,14 @@ class ContextFusion(nn.Module):
 
         In tiles of a fixed height, so that a row's bits do not depend on N or on its place.
         """
-        count = len(rows)
-        padded = nn.functional.pad(rows.float(), (0, 0, 0, -count % TILE_ROWS))
-        tiles = [self.norm(self.fc(tile)) for tile in padded.split(TILE_ROWS)]
-        return torch.cat(tiles)[:count] if tiles else padded.new_zeros(0, self.fc.out_features)
+        (features,) = by_tiles(lambda tile: [self.norm(self.fc(tile))], rows.float())
+        return features
 
 
 def build_fusion(config: DFlashConfig, tensors: Mapping[str, torch.Tensor]) -> ContextFusion:
     """Return the fusion with its weights, those of a checkpoint's `tensors` named `fusion.*`."""
     fusion = ContextFusion(config)
-    prefix = "fusion."
-    own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    fusion.load_state_dict(own)
+    fusion.load_state_dict(fusion_weights(tensors))
     return fusion.eval().requires_grad_(False)
 
 

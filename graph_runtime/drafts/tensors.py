@@ -112,7 +112,40 @@ def read_draft_vocabulary(
         raise UserError(f"{folder}: {error}") from error
 
 
-def own_head(stored: Mapping[str, StoredTensor], rows: int) -> torch.Tensor | None:
+def choose_head(
+    stored: Mapping[str, StoredTensor],
+    embedding: torch.Tensor,
+    *,
+    folder: Path,
+    tied: bool,
+    target: Path | None,
+    target_tied: bool,
+    shape: Shape,
+) -> torch.Tensor:
+    """Return the head [Vd, H] float32: the file's whenever it has one, whatever it says of ties.
+
+    Args:
+        stored: the draft's tensors.
+        embedding: the draft's, as it was chosen.
+        folder: of the draft.
+        tied: whether the draft's file says that its head is its own embedding.
+        target: of the target, where it is known.
+        target_tied: whether the target's head is its embedding.
+        shape: what the draft needs.
+
+    Raises:
+        UserError: the file has none, and no target has one of that shape.
+    """
+    head = _own_head(stored, shape[0])
+    if head is not None:
+        return head
+    if tied and EMBEDDING in stored:
+        logger.info("the draft's head is its embedding: tie_word_embeddings is true")
+        return embedding
+    return _shared_head(folder, target, tied=target_tied, shape=shape)
+
+
+def _own_head(stored: Mapping[str, StoredTensor], rows: int) -> torch.Tensor | None:
     """Return the file's head [rows, H] float32, less padding; None: it has none."""
     own = stored.get(HEAD)
     if own is None:
@@ -122,7 +155,7 @@ def own_head(stored: Mapping[str, StoredTensor], rows: int) -> torch.Tensor | No
     return own.read_weight()[:rows]
 
 
-def shared_head(folder: Path, target: Path | None, *, tied: bool, shape: Shape) -> torch.Tensor:
+def _shared_head(folder: Path, target: Path | None, *, tied: bool, shape: Shape) -> torch.Tensor:
     """Return the target's head [V, H] float32 for a draft without one.
 
     Args:
@@ -142,3 +175,9 @@ def shared_head(folder: Path, target: Path | None, *, tied: bool, shape: Shape) 
         )
     logger.info("the draft has no head of its own: %s of %s is shared", shared.name, shared.path)
     return shared.read_weight()
+
+
+def fusion_weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a draft's fusion, those named `fusion.*`, as the fusion names them."""
+    prefix = "fusion."
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

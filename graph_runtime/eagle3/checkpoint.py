@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from graph_runtime.drafts.tensors import (
     TARGET_EMBEDDING,
     check_elements,
     check_names,
-    own_head,
+    choose_head,
     read_draft_vocabulary,
-    shared_head,
     target_tensor,
 )
 from graph_runtime.eagle3.config import Eagle3Config
@@ -35,8 +33,6 @@ from graph_runtime.eagle3.layouts import (
 )
 from graph_runtime.model_files import model_hash, tokenizer_hash
 from splitspec.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 _TARGET_NORM = "fusion.target_norm.weight"
 _SHARED = (EMBEDDING, HEAD, _TARGET_NORM)
@@ -144,7 +140,15 @@ def _all_tensors(files: _Files) -> dict[str, torch.Tensor]:
         choice=files.source.embeddings,
         vocabulary=files.config.vocab_size,
     )
-    tensors[HEAD] = _head(files, tensors[EMBEDDING])
+    tensors[HEAD] = choose_head(
+        files.stored,
+        tensors[EMBEDDING],
+        folder=files.source.folder,
+        tied=files.tied,
+        target=files.source.target,
+        target_tied=files.target is not None and files.target.tied,
+        shape=shapes[HEAD],
+    )
     return tensors
 
 
@@ -192,22 +196,6 @@ def _check_names(config: Eagle3Config, stored: dict[str, StoredTensor]) -> None:
         wanted,
         optional=(EMBEDDING, HEAD),
         stored_name=lambda name: stored_name(layout, name),
-    )
-
-
-def _head(files: _Files, embedding: torch.Tensor) -> torch.Tensor:
-    """Return the head [Vd, H]: the file's whenever it has one, whatever it says about ties."""
-    head = own_head(files.stored, files.config.draft_vocab_size)
-    if head is not None:
-        return head
-    if files.tied and EMBEDDING in files.stored:
-        logger.info("the draft's head is its embedding: tie_word_embeddings is true")
-        return embedding
-    return shared_head(
-        files.source.folder,
-        files.source.target,
-        tied=files.target is not None and files.target.tied,
-        shape=expected_shapes(files.config)[HEAD],
     )
 
 

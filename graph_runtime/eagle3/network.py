@@ -21,9 +21,10 @@ from torch import nn
 from torch.nn.utils import skip_init
 
 from graph_runtime.decoder import MLP, RMSNorm, SelfAttention
+from graph_runtime.drafts.tensors import fusion_weights
 from graph_runtime.eagle3.config import Eagle3Config
 from graph_runtime.rope import rope_tables
-from graph_runtime.tiles import TILE_ROWS
+from graph_runtime.tiles import by_tiles
 
 
 class Fusion(nn.Module):
@@ -56,9 +57,8 @@ class Fusion(nn.Module):
 
         In tiles of a fixed height, so that a row's bits do not depend on N or on its place.
         """
-        count = len(rows)
-        padded = nn.functional.pad(rows.float(), (0, 0, 0, -count % TILE_ROWS))
-        return torch.cat([self.fuse(tile) for tile in padded.split(TILE_ROWS)])[:count]
+        (features,) = by_tiles(lambda tile: [self.fuse(tile)], rows.float())
+        return features
 
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
         """Return features [N, H] of raw rows [N, row_width] float32, in one piece."""
@@ -78,9 +78,7 @@ class Fusion(nn.Module):
 def build_fusion(config: Eagle3Config, tensors: Mapping[str, torch.Tensor]) -> Fusion:
     """Return the fusion with its weights, those of a checkpoint's `tensors` named `fusion.*`."""
     fusion = Fusion(config)
-    prefix = "fusion."
-    own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    fusion.load_state_dict(own)
+    fusion.load_state_dict(fusion_weights(tensors))
     return fusion.eval().requires_grad_(False)
 
 

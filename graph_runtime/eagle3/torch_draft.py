@@ -22,6 +22,7 @@ from graph_runtime.tiles import (
     CachedAttention,
     Run,
     Tile,
+    by_tiles,
     make_row_invariant,
     tile_runs,
 )
@@ -98,9 +99,9 @@ class TorchDraft:
     @torch.no_grad()
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """Return logits [B, Vd] float32, on the CPU, of recurrent features [B, H]."""
-        tiles = _tiles(features.to(device=self._device, dtype=self._dtype))
-        logits = torch.cat([self._network.head(tile).float() for tile in tiles])
-        return logits[: len(features)].cpu()
+        features = features.to(device=self._device, dtype=self._dtype)
+        (logits,) = by_tiles(lambda tile: [self._network.head(tile).float()], features)
+        return logits.cpu()
 
     def reset(self, slot: int) -> None:
         """Forget a slot's cache; what it holds is overwritten before it is read."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from graph_runtime.dflash.checkpoint import load_checkpoint, load_fusion
+from graph_runtime.dflash.checkpoint import load_checkpoint, load_config
 from graph_runtime.dflash.config import DFlashConfig
 from graph_runtime.dflash.draft import checked_block_length
 from graph_runtime.dflash.network import DFlashNetwork
@@ -101,7 +101,7 @@ def ensure_dflash_program(
     """
     key = dflash_key(
         source,
-        load_fusion(source, cache_dir)[0],
+        load_config(source),
         block_length=block_length,
         precision=precision,
         cache_dir=cache_dir,
