@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,8 @@ class Batch:
     """[R, S, T, H] in the compute dtype: tap outputs, each divided by its tap's median RMS."""
     final: torch.Tensor
     """[R, S, H] in the compute dtype: what the target's head takes; `final[:, p]` decides p + 1."""
+    likeliest: torch.Tensor
+    """[R, S] int64: argmax of the target's logits of `final[:, p]`: its greedy choice of p + 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class Recipe(Protocol):
     tap_layers: tuple[int, ...]
     parameters: dict[str, torch.Tensor]
     """float32 leaves on the training device, by the names of the published layout."""
+    facts: dict[str, Any]
+    """What run.json and the model card tell of it: sizes that were chosen, coverage; JSON values."""
 
     def loss(self, batch: Batch) -> Loss:
         """Return the loss of `batch` under `parameters`."""
