@@ -18,7 +18,7 @@ from drafter_service.training.features import Features
 from drafter_service.training.run_config import RunConfig
 from drafter_service.training.store import Rollouts, open_rollouts
 from drafter_service.training.target import TrainingTarget, load_training_target
-from drafter_service.training.trainer import HeldOut, TrainResult, train
+from drafter_service.training.trainer import CHECKPOINT, HeldOut, TrainResult, train
 from splitspec.errors import UserError
 from splitspec.folders import model_folder
 
@@ -74,9 +74,7 @@ def held_out_rows(rollouts: Rollouts) -> HeldOut:
     """Return the held-out rows that evaluations walk: the first greedy and sampled ones."""
     rows = rollouts.held_out_rows
     greedy = rollouts.temperatures[rows] == 0
-    return HeldOut(
-        greedy=rows[greedy][:EVALUATED_ROWS], sampled=rows[~greedy][:EVALUATED_ROWS]
-    )
+    return HeldOut(greedy=rows[greedy][:EVALUATED_ROWS], sampled=rows[~greedy][:EVALUATED_ROWS])
 
 
 def _describe(
@@ -168,6 +166,7 @@ def _finish(
         {name: done[name] for name in (*names, "steps", "seconds", "tau", "sampled_tau")},
     )
     write_json(folder / RECORD, done)
+    (folder / CHECKPOINT).unlink(missing_ok=True)
     try:
         # Late, because matplotlib is not everywhere where training is.
         importlib.import_module("drafter_service.training.plot").plot_run(folder)

@@ -39,9 +39,7 @@ Seconds = Annotated[
 ]
 BatchRows = Annotated[int, flag("batch-rows", "Rows of text in a step.")]
 LearningRate = Annotated[float, flag("learning-rate", "Highest learning rate; see the schedule.")]
-Seed = Annotated[
-    int, flag("seed", "Of the first weights and of every draw of the training.")
-]
+Seed = Annotated[int, flag("seed", "Of the first weights and of every draw of the training.")]
 Device = Annotated[str, flag("device", "cpu or cuda.")]
 Precision = Annotated[
     str | None,
