@@ -21,6 +21,7 @@ from coordinator.launch import ServiceFailed
 from coordinator.program_run import ProgramRun, refuse_flags, run_program
 from coordinator.run import MAX_DRAFT_COUNT, RunConfig, run_prompt
 from splitspec.commands import run_command_line
+from splitspec.drafts import AUTO, find_draft
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
 
@@ -59,8 +60,29 @@ VERBS: dict[tuple[str, str], tuple[str, str, str]] = {
         "Lower a target and its EAGLE-3 draft to one program, for `run --program`.",
     ),
     ("model", "pull"): ("graph_runtime", "model pull", "Download and convert a model."),
-    ("model", "list"): ("graph_runtime", "model list", "List models: pulled and known ones."),
-    ("model", "show"): ("graph_runtime", "model show", "Show a model's shape and hashes."),
+    ("model", "list"): (
+        "graph_runtime",
+        "model list",
+        "List models, pulled and known ones, and the trained drafts that ship for them.",
+    ),
+    ("model", "show"): (
+        "graph_runtime",
+        "model show",
+        "Show a model's shape, hashes, licence and trained drafts; or a draft's.",
+    ),
+    ("train", "rollouts"): (
+        "drafter_service",
+        "train rollouts",
+        "Let a target write the text that its drafts are trained on.",
+    ),
+    ("train", "eagle3"): ("drafter_service", "train eagle3", "Train an EAGLE-3 draft on it."),
+    ("train", "dflash"): ("drafter_service", "train dflash", "Train a DFlash draft on it."),
+    ("train", "evaluate"): (
+        "drafter_service",
+        "train evaluate",
+        "Measure a draft's tau by the served verifier's rule.",
+    ),
+    ("train", "plot"): ("drafter_service", "train plot", "Draw a run's loss and tau as a PNG."),
 }
 """(group, verb) -> (module, its verb, help). What follows the verb is passed on as it is."""
 
@@ -68,6 +90,7 @@ GROUPS = {
     "serve": "Serve one of the three processes.",
     "export": "Export a model to an ExecuTorch program.",
     "model": "Pull, list and show models.",
+    "train": "Train drafts on the target's own text, and measure them.",
 }
 
 app = typer.Typer(
@@ -125,10 +148,14 @@ def run(
     prompt: Prompt,
     model: Annotated[str, typer.Option(help="Pulled model, or a folder.")] = "smollm2-135m",
     draft: Annotated[
-        str, typer.Option(help='ngram, eagle3 or dflash; "none": target only.')
-    ] = "ngram",
+        str,
+        typer.Option(
+            help="ngram; eagle3 or dflash: the trained draft that ships for the model; auto: the "
+            "better one of them, else ngram; a draft's folder; none: target only."
+        ),
+    ] = AUTO,
     draft_model: Annotated[
-        Path | None, typer.Option(help="eagle3, dflash: the draft checkpoint's folder.")
+        Path | None, typer.Option(help="A draft's folder, in place of one that ships.")
     ] = None,
     block_length: Annotated[
         int | None,
@@ -206,16 +233,17 @@ def run(
             stop=tuple(stop or ()),
             draft_count=draft_count,
         )
+        named = find_draft(draft, draft_model, target=model)
         config = RunConfig(
             model=model,
-            draft=draft,
+            draft=named.method,
             runtime=runtime,
             precision=precision,
             threads=threads,
             trace_file=trace_file,
             cache_dir=cache_dir,
             compare=compare,
-            draft_model=draft_model,
+            draft_model=named.folder,
             draft_sampling=draft_sampling,
             block_length=block_length,
         )

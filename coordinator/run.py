@@ -25,6 +25,7 @@ from coordinator.launch import (
     services,
 )
 from splitspec.channels import CLIENT_OPTIONS
+from splitspec.drafts import MODEL_METHODS
 from splitspec.errors import UserError
 from splitspec.folders import model_folder
 from splitspec.v1 import generation_pb2, generation_pb2_grpc
@@ -46,9 +47,7 @@ PRECISIONS = {
 }
 """Runtime -> precisions, as the verifier has them: what it would refuse is refused before a start.
 The first runtime is its default."""
-METHODS = ("ngram", "eagle3", "dflash", "none")
-MODEL_METHODS = ("eagle3", "dflash")
-"""Those that draft with a checkpoint of their own."""
+METHODS = ("ngram", *MODEL_METHODS, "none")
 DRAFT_SAMPLINGS = ("argmax", "coupled")
 """As the drafter has them."""
 MAX_DRAFT_COUNT = 7

@@ -16,7 +16,10 @@ import typer
 
 from drafter_service.config import METHODS, DrafterConfig
 from drafter_service.server import serve_drafter
+from graph_runtime.model_files import named_model_hash
 from splitspec.commands import flag, parse_tap_layers, run_app
+from splitspec.drafts import NamedDraft, find_draft
+from splitspec.errors import UserError
 from splitspec.serving import run_service
 
 logger = logging.getLogger("drafter_service")
@@ -25,7 +28,10 @@ export = typer.Typer(help="Lower a draft to an ExecuTorch program.")
 app.add_typer(export, name="export")
 CONFIG = DrafterConfig()
 
-DraftModel = Annotated[Path | None, flag("draft-model", "eagle3, dflash: the checkpoint's folder.")]
+DraftModel = Annotated[
+    Path | None,
+    flag("draft-model", "eagle3, dflash: the checkpoint's folder; else one that ships."),
+]
 Target = Annotated[
     str | None, flag("target", "eagle3, dflash: a pulled model's name, or an HF-layout folder.")
 ]
@@ -48,6 +54,10 @@ BlockLength = Annotated[
 Feedback = Annotated[
     str, flag("feedback", "eagle3: what a step is fed, auto, pre-norm or post-norm.")
 ]
+OwnDraft = Annotated[
+    # No variable: SPLITSPEC_DRAFT is the method that is served.
+    str | None, typer.Option("--draft", help="A draft's folder; else what ships for the target.")
+]
 CacheDir = Annotated[Path, flag("cache-dir", "Where models and programs are kept.")]
 
 
@@ -58,7 +68,14 @@ def commands() -> None:
 
 @app.command()
 def serve(
-    draft: Annotated[str, flag("draft", "Drafting method: ngram, eagle3, dflash.")] = CONFIG.draft,
+    draft: Annotated[
+        str,
+        flag(
+            "draft",
+            "ngram; eagle3 or dflash: the trained draft that ships for the target; auto: the "
+            "better one of them, else ngram; or a draft's folder.",
+        ),
+    ] = CONFIG.draft,
     address: Annotated[str, flag("address", "host:port or unix:/path.")] = CONFIG.address,
     metrics_address: Annotated[
         str | None, flag("metrics-address", "host:port of the Prometheus endpoint.")
@@ -108,8 +125,9 @@ def serve(
     ] = None,
 ) -> None:
     """Serve the Drafter service until SIGTERM."""
+    named = _named_draft(draft, draft_model, target, cache_dir)
     config = DrafterConfig(
-        draft=draft,
+        draft=named.method,
         address=address,
         metrics_address=metrics_address,
         slot_count=slot_count,
@@ -117,7 +135,7 @@ def serve(
         max_draft_count=max_draft_count,
         ngram_max=ngram_max,
         ngram_min=ngram_min,
-        draft_model=draft_model,
+        draft_model=named.folder,
         block_length=block_length,
         target=target,
         runtime=runtime,
@@ -142,6 +160,7 @@ def serve(
 
 @export.command("eagle3")
 def export_eagle3(
+    draft: OwnDraft = None,
     draft_model: DraftModel = None,
     target: Target = None,
     precision: Precision = None,
@@ -156,7 +175,8 @@ def export_eagle3(
     `serve` with the same flags does so by itself.
     """
     _export(
-        draft="eagle3",
+        "eagle3",
+        draft,
         draft_model=draft_model,
         target=target,
         precision=precision,
@@ -170,6 +190,7 @@ def export_eagle3(
 
 @export.command("dflash")
 def export_dflash(
+    draft: OwnDraft = None,
     draft_model: DraftModel = None,
     block_length: BlockLength = None,
     target: Target = None,
@@ -184,10 +205,11 @@ def export_dflash(
     `serve` with the same flags does so by itself.
     """
     _export(
-        draft="dflash",
+        "dflash",
+        draft,
         draft_model=draft_model,
-        block_length=block_length,
         target=target,
+        block_length=block_length,
         precision=precision,
         max_context_length=max_context_length,
         tap_layers=parse_tap_layers(tap_layers),
@@ -196,11 +218,41 @@ def export_dflash(
     )
 
 
-def _export(**fields: Any) -> None:
-    """Export the draft of a configuration with these fields, and print its program's path."""
-    config = DrafterConfig(**fields)
-    method = importlib.import_module(METHODS[config.draft])  # ngram is served without torch
-    typer.echo(method.ensure_program(config))
+def _export(
+    method: str,
+    draft: str | None,
+    *,
+    draft_model: Path | None,
+    target: str | None,
+    cache_dir: Path,
+    **fields: Any,
+) -> None:
+    """Export the draft that the flags name, with the other fields of a configuration, and print
+    its program's path.
+
+    Raises:
+        UserError: it is another method's.
+    """
+    named = _named_draft(draft or method, draft_model, target, cache_dir)
+    if named.method != method:
+        raise UserError(f"--draft {draft} is no {method} draft, but {named.method}")
+    config = DrafterConfig(
+        draft=method, draft_model=named.folder, target=target, cache_dir=cache_dir, **fields
+    )
+    module = importlib.import_module(METHODS[method])  # ngram is served without torch
+    typer.echo(module.ensure_program(config))
+
+
+def _named_draft(
+    draft: str, draft_model: Path | None, target: str | None, cache_dir: Path
+) -> NamedDraft:
+    """Return what `--draft` and `--draft-model` mean for the target.
+
+    Raises:
+        UserError: see `find_draft`.
+    """
+    target_hash = None if target is None else partial(named_model_hash, target, cache_dir)
+    return find_draft(draft, draft_model, target=target, target_hash=target_hash)
 
 
 def main() -> None:

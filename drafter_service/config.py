@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitspec.commands import check_range
+from splitspec.drafts import MODEL_METHODS
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
 
@@ -15,8 +16,6 @@ METHODS = {
     "ngram": "drafter_service.ngram",
 }
 """Drafting method -> module with `load(config, stop) -> Drafter`."""
-MODEL_METHODS = ("dflash", "eagle3")
-"""Methods that need a draft model."""
 
 DEFAULT_SLOT_COUNTS = {"dflash": 8, "eagle3": 8, "ngram": 64}
 DEFAULT_CONTEXT_LENGTHS = {"dflash": 1024, "eagle3": 1024, "ngram": 32768}
@@ -117,7 +116,7 @@ class DrafterConfig:
             known = ", ".join(sorted(METHODS))
             raise UserError(f"--draft {self.draft!r}: this version drafts with {known} only")
         has_model = self.draft in MODEL_METHODS
-        if has_model and self.draft_model is None:
+        if has_model and self.draft_model is None:  # the command line finds those that ship
             raise UserError(f"--draft {self.draft} needs --draft-model, the folder of a checkpoint")
         if not has_model and self.draft_model is not None:
             raise UserError(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from graph_runtime.architecture import read_config
-from graph_runtime.model_files import model_hash, tokenizer_hash, weight_files
-from graph_runtime.model_store import KNOWN_MODELS, pull_model, pulled_models
+from graph_runtime.model_files import named_model_hash
+from graph_runtime.model_report import list_lines
+from graph_runtime.model_report import show as report
+from graph_runtime.model_store import pull_model
 from splitspec.commands import parse_tap_layers, run_command_line
+from splitspec.drafts import find_draft
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
 
@@ -44,34 +47,18 @@ def pull(
 
 @model_app.command(name="list")
 def list_models(cache_dir: CacheDir = DEFAULT_CACHE_DIR) -> None:
-    """List the pulled models, and the names that can be pulled."""
-    pulled = pulled_models(cache_dir)
-    for folder in pulled:
-        typer.echo(f"{folder.name.replace('--', '/')}\t{folder}")
-    for name in sorted(set(KNOWN_MODELS) - {folder.name for folder in pulled}):
-        typer.echo(f"{name}\tnot pulled")
+    """List models, pulled and known ones, and the trained drafts that ship for them."""
+    for line in list_lines(cache_dir):
+        typer.echo(line)
 
 
 @model_app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A pulled model or an HF-layout folder.")],
+    name: Annotated[str, typer.Argument(help="A pulled model, an HF-layout folder or a draft's.")],
     cache_dir: CacheDir = DEFAULT_CACHE_DIR,
 ) -> None:
-    """Show a model's shape and hashes."""
-    folder = model_folder(name, cache_dir)
-    config = read_config(folder)
-    shown = {
-        "folder": str(folder),
-        "architecture": config.architecture,
-        "vocab_size": config.vocab_size,
-        "n_layers": config.n_layers,
-        "hidden_size": config.hidden_size,
-        "max_context_length": config.max_position_embeddings,
-        "weight_bytes": sum(path.stat().st_size for path in weight_files(folder)),
-        "model_hash": model_hash(folder, cache_dir),
-        "tokenizer_hash": tokenizer_hash(folder),
-    }
-    typer.echo(json.dumps(shown, indent=2))
+    """Show a model's shape, hashes, licence and trained drafts; or what a draft's files say."""
+    typer.echo(json.dumps(report(model_folder(name, cache_dir), cache_dir), indent=2))
 
 
 @export_app.callback()
@@ -81,7 +68,12 @@ def programs() -> None:
 
 @export_app.command(name="speculator")
 def export_speculator(
-    draft_model: Annotated[str, typer.Option(help="EAGLE-3 draft: a pulled model, or a folder.")],
+    draft: Annotated[str, typer.Option(help="EAGLE-3 draft: eagle3, which ships, or a folder.")] = (
+        "eagle3"
+    ),
+    draft_model: Annotated[
+        str | None, typer.Option(help="EAGLE-3 draft: a pulled model, or a folder.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Target: a pulled model, or a folder.")] = MODEL,
     chain: Annotated[int, typer.Option(help="Draft tokens a round, 1 to 7.")] = 3,
     precision: Annotated[str, typer.Option(help="Precision of the target.")] = "8da8w",
@@ -102,7 +94,7 @@ def export_speculator(
         from graph_runtime.programs import check_digest
         from graph_runtime.programs.speculator_export import ensure_speculator
     source = Eagle3Source(
-        folder=model_folder(draft_model, cache_dir),
+        folder=_eagle3_folder(draft, draft_model, model, cache_dir),
         target=model_folder(model, cache_dir),
         tap_layers=parse_tap_layers(tap_layers),
         embeddings=embeddings,
@@ -130,6 +122,24 @@ def speculate(
     from graph_runtime.speculate import speculate as answer
 
     answer(program, threads)
+
+
+def _eagle3_folder(draft: str, draft_model: str | None, model: str, cache_dir: Path) -> Path:
+    """Return the folder of the draft that the flags name.
+
+    Raises:
+        UserError: there is none, or it is another method's.
+    """
+    named = find_draft(
+        draft,
+        None if draft_model is None else model_folder(draft_model, cache_dir),
+        target=model,
+        target_hash=partial(named_model_hash, model, cache_dir),
+    )
+    if named.method != "eagle3":
+        raise UserError(f"--draft {draft} is {named.method}; a speculator drafts with eagle3")
+    assert named.folder is not None, named
+    return named.folder
 
 
 def _copied(path: Path, output: Path) -> Path:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from splitspec.errors import UserError
+from splitspec.folders import model_folder
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -59,6 +60,15 @@ def model_hash(folder: Path, cache_dir: Path) -> str:
     if _state(files) == state:  # nobody wrote to them meanwhile
         _remember(cached, digest.hexdigest())
     return digest.hexdigest()
+
+
+def named_model_hash(model: str, cache_dir: Path) -> str:
+    """Return the hash of the model that a user names: a pulled model, or an HF-layout folder.
+
+    Raises:
+        UserError: there is none of that name, or it has no weights.
+    """
+    return model_hash(model_folder(model, cache_dir), cache_dir)
 
 
 def tokenizer_hash(folder: Path) -> str:

