@@ -76,7 +76,7 @@ def read_prompts(file: Path, count: int | None = None) -> list[Prompt]:
 def _read_line(place: str, line: str, number: int, seed: int) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise UserError(f"{place} is not a JSON object")

@@ -208,7 +208,9 @@ class Chain:
         committed = session.committed_length - first + 1
         assert 1 <= committed == len(emitted) <= len(draft_ids) + 1, "law L3"
         assert len(session.tokens) == session.committed_length + 1, "law L1"
-        session.rounds.append((min(len(draft_ids), kept), min(accepted, kept)))
+        # Of a round that the answer's end cuts, the kept tokens were drafted and accepted.
+        is_cut = kept <= accepted
+        session.rounds.append((kept, kept) if is_cut else (len(draft_ids), accepted))
 
     def _step(
         self,
