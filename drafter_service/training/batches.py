@@ -53,7 +53,7 @@ class Recipe(Protocol):
     parameters: dict[str, torch.Tensor]
     """float32 leaves on the training device, by the names of the published layout."""
     facts: dict[str, Any]
-    """What run.json and the model card tell of it: sizes that were chosen, coverage; JSON values."""
+    """What run.json and the model card tell of it, in JSON values: chosen sizes, coverage."""
 
     def loss(self, batch: Batch) -> Loss:
         """Return the loss of `batch` under `parameters`."""

@@ -24,6 +24,8 @@ class FeatureTarget(Protocol):
     """What features need of a `TrainingTarget`."""
 
     device: torch.device
+    dtype: torch.dtype
+    """What activations, and so features, are kept in."""
 
     def forward(
         self, tokens: torch.Tensor, tap_layers: tuple[int, ...]
@@ -37,14 +39,22 @@ class FeatureTarget(Protocol):
 
 
 class Text(Protocol):
-    """What features need of `Rollouts`."""
+    """What features need of `Rollouts`; on the CPU."""
 
-    tokens: torch.Tensor
-    """[N, S] integers."""
-    roles: torch.Tensor
-    """[N, S] uint8."""
-    training_rows: torch.Tensor
-    """int64 rows, ascending."""
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Return [N, S] integers."""
+        ...
+
+    @property
+    def roles(self) -> torch.Tensor:
+        """Return [N, S] uint8."""
+        ...
+
+    @property
+    def training_rows(self) -> torch.Tensor:
+        """Return int64 rows, ascending."""
+        ...
 
 
 class Features:
@@ -71,7 +81,7 @@ class Features:
                 takes, or the device has not so much memory.
         """
         self.text, self.tap_layers, self.device = text, tap_layers, target.device
-        self.dtype = torch.bfloat16 if target.device.type == "cuda" else torch.float32
+        self.dtype = target.dtype
         self.row_length = int(text.tokens.shape[1])
         self._target = target
         if len(text.training_rows) < least_rows:

@@ -99,6 +99,8 @@ class RunConfig:
         _check_choice("--device", self.device, DEVICES)
         if self.precision is not None:
             _check_choice("--precision", self.precision, PRECISIONS)
+        if self.device == "cuda" and self.precision == "fp32":
+            raise UserError("--precision 'fp32' is for --device cpu; cuda trains in bf16 or 8da8w")
 
     @property
     def chosen_precision(self) -> str:
