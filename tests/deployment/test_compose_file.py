@@ -13,7 +13,13 @@ from typer.testing import CliRunner
 
 import drafter_service.__main__
 import verifier_service.__main__
+from coordinator.run import DRAFT_COUNTS
+from drafter_service.config import DrafterConfig
+from splitspec import drafts
 from tests.deployment.composed import read_compose
+from tests.shipped import lay_draft
+from tests.tiny import write_tiny_model
+from verifier_service.config import VerifierConfig
 
 ROOT = Path(__file__).parents[2]
 SERVICES: dict[str, dict[str, Any]] = read_compose(ROOT / "compose.yaml", {})["services"]
@@ -73,22 +79,21 @@ def test_a_verifier_waits_for_the_model_and_keeps_its_program(name: str) -> None
     assert read_compose(ROOT / "compose.yaml", {})["volumes"] == {"models": None}
 
 
-@pytest.mark.parametrize("draft", ["", "eagle3", "dflash"])
-def test_variables_alone_make_the_drafter_one_with_a_model(
-    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the head of compose.yaml says; without them the services start as before."""
-    text = (ROOT / "compose.yaml").read_text()
-    said = re.findall(r"#   export (.*)", text)
-    variables = dict(pair.split("=") for line in said for pair in line.split())
-    assert {variables["SPLITSPEC_DRAFT_MODEL"], variables["SPLITSPEC_FUSE_FOR"]} == {
-        "/var/lib/splitspec/head"
-    }
-    variables |= {"SPLITSPEC_DRAFT_MODEL": str(tmp_path), "SPLITSPEC_FUSE_FOR": str(tmp_path)}
-    if draft == "dflash":
-        variables |= dict(re.findall(r"(SPLITSPEC_DRAFT)=(dflash) for", text))
-        variables |= {"SPLITSPEC_BLOCK_LENGTH": "8"}
-    services = read_compose(ROOT / "compose.yaml", variables if draft else {})["services"]
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a cache with the default model pulled, for which tiny drafts ship."""
+    write_tiny_model(tmp_path / "models" / "smollm2-135m")
+    for method in drafts.MODEL_METHODS:
+        lay_draft(tmp_path / "weights", "smollm2-135m", method)
+    monkeypatch.setattr(drafts, "weights_dir", lambda: tmp_path / "weights")
+    return tmp_path
+
+
+def configured(
+    cache: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[DrafterConfig, list[VerifierConfig]]:
+    """Return what the drafter and the two verifiers make of compose's commands and variables."""
+    services = read_compose(ROOT / "compose.yaml", variables)["services"]
     configs: dict[str, Any] = {}
     for name, module in (
         ("drafter", drafter_service.__main__),
@@ -96,23 +101,59 @@ def test_variables_alone_make_the_drafter_one_with_a_model(
         ("verifier-gpu", verifier_service.__main__),
     ):
         monkeypatch.setattr(module, "run_service", lambda serving: serving.close())
-        monkeypatch.setattr(module, "model_folder", lambda *_: tmp_path, raising=False)
         monkeypatch.setattr(module.logger, "info", partial(_keep, configs, name))
         given = services[name]["environment"]
         environment = {key: None if value is None else str(value) for key, value in given.items()}
         result = CliRunner().invoke(
             module.app,
             [services[name]["command"][0], *services[name]["command"][2:]],
-            env=environment,
+            env={**environment, "SPLITSPEC_CACHE_DIR": str(cache)},
         )
         assert result.exit_code == 0, (name, result.output, result.exception)
-    drafter, verifiers = configs.pop("drafter"), configs.values()
-    folder = tmp_path if draft else None
-    assert drafter.draft == (draft or "ngram")
-    assert drafter.block_length == (8 if draft == "dflash" else None)
-    assert (drafter.draft_model, drafter.target) == (folder, "smollm2-135m")
-    assert drafter.rows == ("fused" if draft else "raw")
+    return configs.pop("drafter"), list(configs.values())
+
+
+@pytest.mark.parametrize(
+    ("said", "method"), [("", "eagle3"), ("eagle3", "eagle3"), ("dflash", "dflash")]
+)
+def test_drafter_and_verifiers_mean_the_draft_that_ships(
+    said: str, method: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"SPLITSPEC_DRAFT": said} if said else {}
+    drafter, verifiers = configured(cache, variables, monkeypatch)
+    folder = cache / "weights" / f"smollm2-135m-{method}"
+    assert (drafter.draft, drafter.draft_model) == (method, folder)
+    assert (drafter.rows, drafter.target) == ("fused", "smollm2-135m")
     assert [verifier.fuse_for for verifier in verifiers] == [folder, folder]
+
+
+@pytest.mark.parametrize("said", ["ngram", ""])
+def test_ngrams_are_drafted_where_they_are_asked_for_or_nothing_ships(
+    said: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not said:
+        monkeypatch.setattr(drafts, "weights_dir", lambda: cache / "missing")
+    variables = {"SPLITSPEC_DRAFT": said} if said else {}
+    drafter, verifiers = configured(cache, variables, monkeypatch)
+    assert (drafter.draft, drafter.draft_model) == ("ngram", None)
+    assert [verifier.fuse_for for verifier in verifiers] == [None, None]
+
+
+def test_one_variable_makes_them_draft_with_a_folder_in_the_volume(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the head of compose.yaml says; a block may be made shorter besides."""
+    said = re.findall(r"#   export (.*)", (ROOT / "compose.yaml").read_text())
+    assert said == ["SPLITSPEC_DRAFT=/var/lib/splitspec/head"]
+    folder = lay_draft(cache, "mine", "dflash")
+    variables = {"SPLITSPEC_DRAFT": str(folder), "SPLITSPEC_BLOCK_LENGTH": "8"}
+    drafter, verifiers = configured(cache, variables, monkeypatch)
+    assert (drafter.draft, drafter.draft_model, drafter.block_length) == ("dflash", folder, 8)
+    assert [verifier.fuse_for for verifier in verifiers] == [folder, folder]
+
+
+def test_a_round_on_a_cpu_has_as_many_draft_tokens_as_in_run() -> None:
+    assert flag("coordinator", "draft-count") == str(DRAFT_COUNTS["eagle3"])
 
 
 def _keep(configs: dict[str, Any], name: str, _format: str, config: Any) -> None:
