@@ -1,11 +1,14 @@
-"""How many tokens a round of a draft yields (tau), on prompts given as token ids.
+"""How many tokens a round of a draft yields (tau), through three processes that serve.
 
-    python benchmarks/acceptance.py --prompts FILE --draft-model FOLDER [--draft-counts 3,5,7]
-    python benchmarks/acceptance.py --prompts FILE --draft dflash --draft-model FOLDER
+    python benchmarks/acceptance.py --prompts FILE [--draft-counts 3,5,7]
+    python benchmarks/acceptance.py --prompts FILE --draft dflash [--temperature 0.7]
+    python benchmarks/acceptance.py --prompts FILE --draft-model FOLDER
 
-FILE is JSONL with `prompt_ids` a line; other keys are not looked at. Each prompt is answered once a
-K through the three processes, until the model's own end token or `--max-tokens`. tau counts every
-answer's tokens after the first over its rounds, pooled over all answers: the prefill bonus is free.
+FILE is JSONL with `prompt` (a message of a chat) or `prompt_ids` a line, and `class` if it likes.
+Each prompt is answered once a K through the three processes, until the model's own end token or
+`--max-tokens`. tau counts every answer's tokens after the first over its rounds, pooled over all
+answers: the prefill bonus is free. It is told by class too, and without answers that loop.
+`splitspec train evaluate` counts the same in one process, and by position.
 
 Prints a table for people, then one JSON line.
 """
@@ -22,12 +25,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import grpc
 
 from coordinator.launch import Child, ServiceCommand, ServiceFailed, new_log_dir, services
-from coordinator.run import MAX_DRAFT_COUNT, MODEL_METHODS
+from coordinator.run import MAX_DRAFT_COUNT
+from drafter_service.training import answers as measured
+from drafter_service.training.answers import Prompt, print_table, read_prompts, report_row
 from splitspec.channels import CLIENT_OPTIONS
+from splitspec.drafts import MODEL_METHODS, find_draft
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
 from splitspec.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
@@ -36,15 +43,23 @@ READY_SECONDS = 1800.0
 """Programs of the target and of the draft may have to be exported first."""
 PATIENCE_SECONDS = 120.0
 """How long the coordinator waits for a step: a late draft would count as a draft that is wrong."""
-Prompt = list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """One answer and what it cost."""
 
+    prompt: Prompt
     token_ids: list[int]
     statistics: generation_pb2.GenerationStatistics
+
+    def measured(self) -> measured.Answer:
+        """Return it as far as tau wants to know."""
+        return measured.Answer(
+            prompt_class=self.prompt.prompt_class,
+            token_ids=self.token_ids,
+            round_count=self.statistics.round_count,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,35 +70,31 @@ class Tally:
     answers: list[Answer]
     seconds: float
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> dict[str, Any]:
         """Return the figures."""
         costs = [answer.statistics for answer in self.answers]
-        rounds = sum(cost.round_count for cost in costs)
-        after_first = sum(cost.output_token_count - 1 for cost in costs)
         drafted = sum(cost.draft_token_count for cost in costs)
         accepted = sum(cost.accepted_token_count for cost in costs)
         counts = [0] * max(len(cost.acceptance_length_counts) for cost in costs)
         for cost in costs:
             for index, count in enumerate(cost.acceptance_length_counts):
                 counts[index] += count
+        counted = measured.report([answer.measured() for answer in self.answers])
         return {
             "draft_count": self.draft_count,
-            "answers": len(self.answers),
-            "tau": round(after_first / rounds, 3) if rounds else 0.0,
-            "tokens_after_first": after_first,
-            "rounds": rounds,
+            **counted,
             "target_only_rounds": sum(cost.target_only_round_count for cost in costs),
             "drafted": drafted,
             "accepted": accepted,
             "acceptance_length_counts": counts,
-            "tokens_per_second": round(after_first / self.seconds, 1),
+            "tokens_per_second": round(counted["tokens_after_first"] / self.seconds, 1),
         }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     args = _parse(argv)
-    prompts = _read(args.prompts, args.prompt_count)
+    prompts = read_prompts(args.prompts, args.prompt_count)
     tallies = []
     with (
         tempfile.TemporaryDirectory(prefix="splitspec-") as sockets,
@@ -104,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_line(tallies[-1].report()), file=sys.stderr)
     reports = [tally.report() for tally in tallies]
     texts = [[answer.token_ids for answer in tally.answers] for tally in tallies]
-    _print_table(reports)
+    _print_tables(reports)
     print(json.dumps({**_settings(args, len(prompts)), **_differing(texts), "by_k": reports}))
     return 0
 
@@ -127,7 +138,7 @@ def _answer_all(
 
     def in_time(index: int) -> Answer | None:
         late = perf_counter() - started > args.time_limit
-        return None if late else ask(index, prompts[index])
+        return None if late else ask(prompts[index])
 
     with ThreadPoolExecutor(args.sessions) as pool:
         asked = list(pool.map(in_time, range(len(prompts))))
@@ -143,23 +154,26 @@ def _ask(
     stub: generation_pb2_grpc.GenerationStub,
     args: argparse.Namespace,
     draft_count: int,
-    seed: int,
     prompt: Prompt,
 ) -> Answer:
-    """Answer one prompt; its number in the file is its seed, whatever K is."""
+    """Answer one prompt; its place in the file is its seed, whatever K is."""
     request = generation_pb2.GenerateRequest(
-        token_ids=generation_pb2.TokenIds(ids=prompt),
         sampling=sampling_pb2.SamplingParameters(
-            temperature=args.temperature, top_p=args.top_p, seed=seed
+            temperature=args.temperature, top_p=args.top_p, seed=prompt.seed
         ),
         max_tokens=args.max_tokens,
         draft_count=draft_count,
     )
+    if prompt.text is None:
+        request.token_ids.ids.extend(prompt.token_ids)
+    else:
+        request.conversation.messages.add(role="user", content=prompt.text)
     token_ids: list[int] = []
     for response in stub.Generate(request):
         token_ids += response.token_ids
         if response.HasField("finish"):
-            return Answer(token_ids=token_ids, statistics=response.finish.statistics)
+            cost = response.finish.statistics
+            return Answer(prompt=prompt, token_ids=token_ids, statistics=cost)
     raise RuntimeError("the answer broke off")
 
 
@@ -241,14 +255,11 @@ class _Progress:
             print(f"{name}: {line[:150]}", file=sys.stderr)
 
 
-def _read(file: Path, count: int | None) -> list[Prompt]:
-    lines = [json.loads(line) for line in file.read_text().splitlines()[:count] if line.strip()]
-    return [[int(token_id) for token_id in line["prompt_ids"]] for line in lines]
-
-
 def _settings(args: argparse.Namespace, prompt_count: int) -> dict[str, object]:
     hidden = {"prompts", "cache_dir", "draft_counts", "prompt_count"}
     given = {name: value for name, value in vars(args).items() if name not in hidden}
+    given["prompt_file"] = args.prompts.name
+    given["draft_model"] = None if args.draft_model is None else args.draft_model.name
     return {"benchmark": "acceptance", "prompts": prompt_count, **given}
 
 
@@ -258,14 +269,17 @@ def _differing(texts: Sequence[Sequence[Sequence[int]]]) -> dict[str, int]:
     return {"differing_answers": sum(len({tuple(ids) for ids in one}) > 1 for one in by_prompt)}
 
 
-def _line(report: dict[str, object]) -> str:
+def _line(report: dict[str, Any]) -> str:
     keys = ("draft_count", "answers", "tau", "rounds", "drafted", "accepted", "tokens_per_second")
     return "  ".join(f"{key} {report[key]}" for key in keys)
 
 
-def _print_table(reports: Sequence[dict[str, object]]) -> None:
-    for row in reports[0]:
-        print(f"{row:28}" + "".join(f"{report[row]!s:>30}" for report in reports))
+def _print_tables(reports: Sequence[dict[str, Any]]) -> None:
+    for key in reports[0]:
+        if key not in ("no_loop", "by_class"):
+            print(f"{key:28}" + "".join(f"{report[key]!s:>30}" for report in reports))
+    print()
+    print_table([{"K": str(report["draft_count"]), **report_row(report)} for report in reports])
 
 
 def _counts(value: str) -> list[int]:
@@ -276,11 +290,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with prompt_ids")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL: prompt or prompt_ids")
     parser.add_argument("--prompt-count", type=int, default=None, help="the first ones only")
     parser.add_argument("--model", default="smollm2-135m", help="pulled model, or a folder")
-    parser.add_argument("--draft", default="eagle3", help="eagle3, dflash or ngram")
-    parser.add_argument("--draft-model", default=None, help="eagle3, dflash: the draft's folder")
+    parser.add_argument("--draft", default=None, help="auto, eagle3, dflash, ngram or a folder")
+    parser.add_argument("--draft-model", type=Path, default=None, help="the draft's folder")
     parser.add_argument("--draft-counts", type=_counts, default=[3, 5, 7], help="K, with commas")
     parser.add_argument("--draft-sampling", default=None, help="argmax or coupled")
     parser.add_argument("--block-length", type=int, default=None, help="dflash: slots of a block")
@@ -303,11 +317,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None, help="of the verifier and the drafter")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR)
     args = parser.parse_args(argv)
-    if args.draft in MODEL_METHODS and args.draft_model is None:
-        parser.error(f"--draft {args.draft} needs --draft-model")
+    args.cache_dir = args.cache_dir.expanduser()
+    found = find_draft(args.draft or "auto", args.draft_model, target=args.model)
+    args.draft, args.draft_model = found.method, found.folder
+    if args.draft == "none":
+        parser.error("--draft none drafts nothing to be accepted")
     if args.draft != "dflash" and args.block_length is not None:
         parser.error(f"--block-length goes with --draft dflash; it is {args.draft}")
-    args.cache_dir = args.cache_dir.expanduser()
     return args
 
 

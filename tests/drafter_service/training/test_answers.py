@@ -152,7 +152,7 @@ def test_prompts_are_read_in_order_with_their_place_as_seed(tmp_path: Path) -> N
 )
 def test_a_wrong_line_is_refused_by_its_number(tmp_path: Path, line: Any, said: str) -> None:
     file = write(tmp_path, {"prompt": "fine"}, "", line)
-    with pytest.raises(UserError, match="prompts.jsonl:3") as caught:
+    with pytest.raises(UserError, match=r"prompts\.jsonl:3") as caught:
         read_prompts(file)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -140,7 +140,7 @@ def test_a_coin_flip_draft_accepts_what_a_walk_over_the_text_says(
         while emitted < LIMIT:
             drafted = min(draft_count, LIMIT - emitted - 1)
             window = stands[emitted : emitted + drafted]
-            accepted = (window + [False]).index(False)
+            accepted = [*window, False].index(False)
             walked.append((drafted, accepted))
             emitted += accepted + 1
         assert list(outcome.rounds) == walked

@@ -170,7 +170,7 @@ def test_a_token_that_the_target_does_not_have_is_named_by_its_line(folder: Path
         evaluate(config(folder, "copy", "head", prompts=file))
 
 
-def test_a_draft_of_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_of_another_target_is_refused(folder: Path) -> None:
     with pytest.raises(UserError):
         evaluate(config(folder, "tiny", "head"))
 
