@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafter_service.training.fake_quantised import QuantisedLinear, product, quantise
+from drafter_service.training.rollouts_config import PRECISIONS
 from graph_runtime.architecture import DecoderConfig, read_config
 from graph_runtime.checkpoint import load_weights
 from graph_runtime.decoder import Decoder, DecoderLayer
@@ -19,7 +20,6 @@ from graph_runtime.load import torch_device
 from graph_runtime.model_files import model_hash, tokenizer_hash
 from splitspec.errors import UserError
 
-PRECISIONS = ("fp32", "bf16", "8da8w")
 MAX_ROW_LENGTH = 8192
 """Positions of the RoPE tables, where the model has as many."""
 
@@ -178,7 +178,7 @@ def load_training_target(
         UserError: what is wrong with the folder or an argument, in one line.
     """
     if precision not in PRECISIONS:
-        raise UserError(f"--precision {precision!r}: the target is trained on in {PRECISIONS}")
+        raise UserError(f"--precision {precision!r} is not one of {', '.join(PRECISIONS)}")
     place = torch_device(device)
     config = read_config(folder)
     shape = RowShape()
