@@ -83,18 +83,20 @@ def shipped_drafts() -> list[ShippedDraft]:
 
 
 def shipped_for(target: str, target_hash: str | None = None) -> list[ShippedDraft]:
-    """Return the trained drafts that ship for a model, the preferred one first.
+    """Return the trained drafts that ship for a model, one a method, the preferred one first.
 
     Args:
         target: its name, or its folder.
-        target_hash: of its files, where that is known. It decides; the name does where no draft was
-            trained for these very files, or none are known: a draft for another build of a model
-            costs acceptance at most, never text.
+        target_hash: of its files, where that is known. A draft that was trained for these very
+            files goes before one for a model of the same name, which will do: where that is
+            another build, it costs acceptance at most, never text.
     """
-    shipped = shipped_drafts()
-    found = [draft for draft in shipped if target_hash and draft.target_hash == target_hash]
-    found = found or [draft for draft in shipped if draft.target == Path(target).name]
-    return sorted(found, key=lambda draft: PREFERRED.index(draft.method))
+    found: dict[str, ShippedDraft] = {}
+    for draft in shipped_drafts():
+        is_exact = target_hash is not None and draft.target_hash == target_hash
+        if is_exact or (draft.target == Path(target).name and draft.method not in found):
+            found[draft.method] = draft
+    return [found[method] for method in PREFERRED if method in found]
 
 
 def weights_dir() -> Path | None:

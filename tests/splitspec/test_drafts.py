@@ -131,7 +131,20 @@ def test_where_no_hash_fits_the_models_name_does(place: str, target_hash: str | 
 @pytest.mark.usefixtures("weights")
 def test_a_known_hash_finds_what_was_trained_for_these_files_whatever_they_are_called() -> None:
     assert [draft.target for draft in shipped_for("/my/gguf", HASH)] == ["tiny", "tiny"]
-    assert {draft.target for draft in shipped_for("other", HASH)} == {"tiny"}
+    assert [draft.target for draft in shipped_for("other", HASH)] == ["tiny", "tiny"]
+
+
+def test_a_hash_that_one_draft_states_hides_none_of_another_method(weights: Path) -> None:
+    """Guards: a draft without a hash in its training.json was lost beside one that has one."""
+    (weights / "tiny-dflash" / "training.json").unlink()
+    assert [draft.method for draft in shipped_for("tiny", HASH)] == list(PREFERRED)
+
+
+def test_a_draft_for_these_very_files_goes_before_one_of_the_name(weights: Path) -> None:
+    for target in ("a", "z"):
+        lay_draft(weights, target, "dflash", training={"target_model_hash": OTHER_HASH})
+        assert shipped_for("other", OTHER_HASH)[0].target == target
+        (weights / f"{target}-dflash" / "config.json").unlink()
 
 
 @pytest.mark.parametrize("method", MODEL_METHODS)
