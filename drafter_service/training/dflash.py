@@ -22,19 +22,31 @@ import torch.nn.functional as F
 
 from drafter_service.training.batches import Batch, Loss
 from drafter_service.training.block_attention import BlockAttention
-from drafter_service.training.dflash_settings import FIRST_ANCHOR, DFlashSettings
+from drafter_service.training.dflash_settings import (
+    DFlashOptions,
+    DFlashSettings,
+    choose_mask_token,
+    settings_for,
+)
 from drafter_service.training.dflash_start import starting_parameters
 from drafter_service.training.fake_quantised import product
+from drafter_service.training.features import FIRST_POSITIONS
 from drafter_service.training.publish import dflash_config, fold_tap_rms, publish_dflash
+from drafter_service.training.run_config import RunConfig
 from drafter_service.training.soft_cross_entropy import SoftCrossEntropy
+from drafter_service.training.store import Rollouts
 from drafter_service.training.target import TrainingTarget
+from drafter_service.training.walk import DRAFT_COUNT
 from graph_runtime.decoder import rotate
 from graph_runtime.rope import rope_tables
+from splitspec.commands import check_range
+from splitspec.folders import model_folder
 
 DECAY_SLOTS = 4.0
 TILE_ANCHORS = 64
 """Blocks a row that `accepted` drafts at once."""
-MOST_DRAFTS = 7
+_SAMPLE_ROWS = 4
+"""Rows that the q/k norms are measured on."""
 
 
 class DFlashRecipe:
@@ -116,7 +128,7 @@ class DFlashRecipe:
         """
         rows, length = batch.tokens.shape
         weights = {name: p.to(batch.final.dtype) for name, p in parameters.items()}
-        drafts = min(self.settings.block_size - 1, MOST_DRAFTS)
+        drafts = min(self.settings.block_size - 1, DRAFT_COUNT)
         # Past the end of the row stands what no draft equals.
         text = F.pad(batch.tokens, (0, drafts), value=-1)
         every = torch.arange(length, device=text.device)
@@ -215,9 +227,9 @@ class DFlashRecipe:
         """
         length, count = roles.shape[1], self.settings.anchor_count
         last = length - self.settings.block_size
-        assert last >= FIRST_ANCHOR, f"rows of {length} tokens have no room for a block"
+        assert last >= FIRST_POSITIONS, f"rows of {length} tokens have no room for a block"
         place = torch.arange(length, device=roles.device)
-        fits = (roles == 1) & (place >= FIRST_ANCHOR) & (place <= last)
+        fits = (roles == 1) & (place >= FIRST_POSITIONS) & (place <= last)
         drawn = torch.rand(roles.shape, device=roles.device).masked_fill(~fits, -1.0)
         order = drawn.topk(min(count, length), dim=1).indices
         found = fits.sum(1, keepdim=True)
@@ -234,3 +246,25 @@ def _layer(weights: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tenso
 def _rows_at(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return [R, N, H] of rows [R, S, H] at positions [R, N]."""
     return rows.gather(1, positions[..., None].expand(-1, -1, rows.shape[-1]))
+
+
+def build_dflash(
+    config: RunConfig, options: DFlashOptions, target: TrainingTarget, rollouts: Rollouts
+) -> DFlashRecipe:
+    """Return a new draft for `target`.
+
+    Raises:
+        UserError: names the flag, its value and the range.
+    """
+    longest = rollouts.tokens.shape[1] - FIRST_POSITIONS
+    check_range("--block-length", options.block_length, 2, longest)
+    mask_token_id = options.mask_token_id
+    if mask_token_id is None:
+        held = set(rollouts.tokens.unique().tolist())
+        mask_token_id = choose_mask_token(model_folder(config.target, config.cache_dir), held)
+    settings = settings_for(
+        target.config, options, tap_layers=config.tap_layers, mask_token_id=mask_token_id
+    )
+    sample = rollouts.tokens[rollouts.training_rows[:_SAMPLE_ROWS]]
+    tokens = sample.to(target.device, torch.int64)
+    return DFlashRecipe(target, settings, tokens=tokens, seed=config.seed)

@@ -8,18 +8,42 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from graph_runtime.architecture import DecoderConfig
+from graph_runtime.architecture import MOST, DecoderConfig
 from graph_runtime.limits import check_tap_layers
 from splitspec.commands import check_range
 from splitspec.errors import UserError
 
-FIRST_ANCHOR = 20
-"""No loss before this position: the first ones' taps are of other sizes than all later ones'."""
 MOST_LAYERS = 5
 BLOCK_LENGTH = 8
 ANCHORS = 64
 _LONGEST_BLOCK = 64
 _MOST_ANCHORS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashOptions:
+    """What a user may choose; None: chosen for the target.
+
+    Raises:
+        UserError: a value is out of its range; names the flag, the value and the range.
+    """
+
+    layers: int | None
+    """None: five, or as many as a smaller target has."""
+    block_length: int
+    """Slots of a block, the pending token's with it."""
+    mask_token_id: int | None
+    """None: see `choose_mask_token`."""
+    anchors: int
+    """Blocks that a step takes of a row."""
+
+    def __post_init__(self) -> None:
+        if self.layers is not None:
+            check_range("--layers", self.layers, 1, MOST["num_hidden_layers"])
+        check_range("--block-length", self.block_length, 2, _LONGEST_BLOCK)
+        if self.mask_token_id is not None:
+            check_range("--mask-token-id", self.mask_token_id, 0, MOST["vocab_size"])
+        check_range("--anchors", self.anchors, 1, _MOST_ANCHORS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,39 +59,31 @@ class DFlashSettings:
 
 def settings_for(
     target: DecoderConfig,
+    options: DFlashOptions,
     *,
+    tap_layers: tuple[int, ...] | None,
     mask_token_id: int,
-    row_length: int,
-    n_layers: int | None = None,
-    tap_layers: tuple[int, ...] | None = None,
-    block_length: int = BLOCK_LENGTH,
-    anchors: int = ANCHORS,
 ) -> DFlashSettings:
-    """Return checked settings.
+    """Return what the options mean for a target.
 
     Args:
         target: its shape.
-        mask_token_id: what slots hold that are to be drafted.
-        row_length: tokens of a row of the rollouts.
-        n_layers: None: five, or as many as a smaller target has.
+        options: of the user.
         tap_layers: None: see `default_tap_layers`.
-        block_length: slots of a block, the pending token's with it.
-        anchors: blocks that a step takes of a row.
+        mask_token_id: the one of the options, or the one that was chosen.
 
     Raises:
-        UserError: a value is out of its range; names the flag, the value and the range.
+        UserError: a value is out of the target's range; names the flag, the value and the range.
     """
-    layers = min(MOST_LAYERS, target.n_layers) if n_layers is None else n_layers
+    layers = options.layers or min(MOST_LAYERS, target.n_layers)
     check_range("--layers", layers, 1, target.n_layers)
-    check_range("--block-length", block_length, 2, min(_LONGEST_BLOCK, row_length - FIRST_ANCHOR))
     check_range("--mask-token-id", mask_token_id, 0, target.vocab_size - 1)
-    check_range("--anchors", anchors, 1, _MOST_ANCHORS)
     return DFlashSettings(
         tap_layers=check_tap_layers(target, tap_layers or default_tap_layers(target.n_layers)),
         n_layers=layers,
-        block_size=block_length,
+        block_size=options.block_length,
         mask_token_id=mask_token_id,
-        anchor_count=anchors,
+        anchor_count=options.anchors,
     )
 
 
