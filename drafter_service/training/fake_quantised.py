@@ -8,6 +8,10 @@ Both fit bfloat16 exactly, an activation less its zero point too: it is a whole 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -32,13 +36,16 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., out] of x [..., in], in x's dtype."""
-        return self.exact(x).to(x.dtype)
+        return self._run(x, x.dtype)
 
     def exact(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., out] float32 of x [..., in]."""
-        whole, scale = quantise_rows(x)
-        result = product(whole.to(self.values.dtype), self.values) * scale * self.scales
-        return result if self.bias is None else result + self.bias
+        return self._run(x, torch.float32)
+
+    def _run(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        quantise, scale = _passes(compiled=x.is_cuda)
+        whole, row_scales = quantise(x, self.values.dtype)
+        return scale(product(whole, self.values), row_scales, self.scales, self.bias, dtype)
 
     def dequantised(self) -> torch.Tensor:
         """Return the weight [out, in] float32 that the whole numbers stand for."""
@@ -90,6 +97,30 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     zero_point = zero_point.clamp(-128, 127).round()
     whole = torch.round(x * (1.0 / scale) + zero_point).clamp(-128, 127)
     return whole - zero_point, scale
+
+
+@cache
+def _passes(*, compiled: bool) -> tuple[Callable[..., Any], Callable[..., torch.Tensor]]:
+    """Return what runs before and after a product; compiled, each is one kernel, not a dozen."""
+    if not compiled:
+        return _whole_rows, _scaled
+    return torch.compile(_whole_rows, dynamic=True), torch.compile(_scaled, dynamic=True)
+
+
+def _whole_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    whole, scales = quantise_rows(x)
+    return whole.to(dtype), scales
+
+
+def _scaled(
+    result: torch.Tensor,
+    row_scales: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    result = result * row_scales * scales
+    return (result if bias is None else result + bias).to(dtype)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
