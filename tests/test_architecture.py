@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
+
+from drafter_service.training.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -105,6 +109,47 @@ def test_servers_hold_no_tensors_and_engines_no_grpc(service: str) -> None:
         assert not imports(file) & SPEAKS_GRPC, file
 
 
+def test_training_speaks_no_grpc_and_no_service_loads_it() -> None:
+    training = PACKAGES["drafter_service"] / "training"
+    for file in sources("drafter_service"):
+        if training in file.parents:
+            assert not roots(file) & WIRE, file
+            assert not imports(file) & SPEAKS_GRPC, file
+        else:
+            used = {name for name in imports(file) if name.startswith("drafter_service.training")}
+            allowed = {"drafter_service.training.commands"}  # the command line offers them
+            assert {name.rpartition(".build_app")[0] or name for name in used} <= (
+                allowed if file.name == "__main__.py" else set()
+            ), file
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("drafter_service", ["serve"]),
+        ("drafter_service", ["export", "eagle3"]),
+        *(("drafter_service", ["train", name]) for name in COMMANDS),
+        ("graph_runtime", ["model", "list"]),
+        ("coordinator", ["serve"]),
+    ],
+)
+def test_help_is_shown_without_torch(module: str, arguments: list[str]) -> None:
+    """Guards: a user who asks what a command takes waited seconds for torch."""
+    heavy = dict.fromkeys(("torch", "executorch", "matplotlib"))
+    script = f"import sys; sys.modules.update({heavy}); import runpy; sys.argv[0] = 'x'; "
+    script += f"runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage" in done.stdout
+
+
 def test_executorch_is_imported_only_where_programs_are_made_and_run() -> None:
     allowed = PACKAGES["graph_runtime"] / "programs"
     for package in PACKAGES:
@@ -187,3 +232,22 @@ def test_every_package_is_in_the_distribution() -> None:
         for init in folder.rglob("*.py")
     }
     assert folders == set(project["tool"]["setuptools"]["packages"])
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "training.json", "README.md", "model-00001-of-00002.safetensors"]
+)
+def test_a_trained_draft_is_in_the_distribution_and_in_the_image(name: str) -> None:
+    file = PurePath("drafter_service/weights/smollm2-135m-eagle3", name)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    data = project["tool"]["setuptools"]["package-data"]["drafter_service"]
+    assert any(file.match(f"drafter_service/{pattern}") for pattern in data)
+    assert "COPY drafter_service/ " in (ROOT / "deploy" / "Dockerfile").read_text()
+    taken, dropped = [], []
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        (taken if line.startswith("!") else dropped).append(line.removeprefix("!"))
+    assert "drafter_service" in taken
+    dropped += (ROOT / ".gitignore").read_text().splitlines()
+    for pattern in set(dropped) - {"*", ""}:
+        if not pattern.startswith("#"):
+            assert not any(part.match(pattern.rstrip("/")) for part in (file, *file.parents))
