@@ -38,9 +38,10 @@ from coordinator.run import (
     MAX_DRAFT_COUNT,
     READY_SECONDS,
     RunConfig,
+    Waiting,
     service_commands,
 )
-from drafter_service.training.answers import Prompt, read_prompts
+from drafter_service.training.answers import Prompt, print_table, read_prompts
 from splitspec.drafts import MODEL_METHODS, WORDS, NamedDraft, find_draft, shipped_for
 from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
@@ -203,7 +204,11 @@ def _method(label: str, found: NamedDraft, draft_count: int) -> Method:
 def _kinds(methods: Sequence[Method], args: argparse.Namespace) -> Iterator[list[Kind]]:
     """Start every method's services; yield target-only first, then the methods."""
     kinds: list[Kind] = []
-    with tempfile.TemporaryDirectory(prefix="splitspec-") as sockets, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="splitspec-") as sockets,
+        ExitStack() as stack,
+        Waiting() as waiting,
+    ):
         logs = new_log_dir(args.cache_dir)
         for number, method in enumerate(methods):
             folder = Path(sockets) / str(number)
@@ -213,6 +218,7 @@ def _kinds(methods: Sequence[Method], args: argparse.Namespace) -> Iterator[list
                     service_commands(_run_config(method, args), folder),
                     log_dir=logs / str(number),
                     timeout_seconds=READY_SECONDS,
+                    on_wait=waiting.show,
                 )
             )
             address = children[-1].command.address
@@ -221,6 +227,7 @@ def _kinds(methods: Sequence[Method], args: argparse.Namespace) -> Iterator[list
                     kinds.append(
                         Kind(name=name, address=address, draft_count=count, children=children)
                     )
+        waiting.stop()
         yield kinds
 
 
@@ -331,12 +338,34 @@ def _peak_mib(child: Child) -> int | None:
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def _print_table(report: dict[str, dict[str, object]]) -> None:
-    rows = dict.fromkeys(key for own in report.values() for key in own)
-    width = max(24, *(len(str(own[key])) + 2 for own in report.values() for key in own))
-    print(f"{'':28}" + "".join(f"{kind:>{width}}" for kind in report))
-    for row in rows:
-        print(f"{row:28}" + "".join(f"{own.get(row, '')!s:>{width}}" for own in report.values()))
+def _print_table(report: dict[str, dict[str, Any]]) -> None:
+    """Print a row a kind, and how many of its rounds emitted 1, 2, ... tokens."""
+    rows = []
+    for name, own in report.items():
+        peaks = own.get("peak_mib", {}).values()
+        row = {
+            "": name,
+            "tok/s": f"{own['tokens_per_second']:.1f}",
+            "tau": f"{own['tau']:.2f}",
+            "speed-up": f"{own['speed_up']:.2f}x" if "speed_up" in own else "",
+            "with prefill": f"{own['wall_speed_up']:.2f}x" if "wall_speed_up" in own else "",
+            "first token ms": str(own["first_token_ms_median"]),
+        }
+        row |= {f"{phase} ms": f"{own[f'{phase}_ms']:.2f}" for phase in PHASES}
+        row["peak MiB"] = "" if None in peaks or not peaks else str(sum(peaks))
+        row["others' CPU %"] = str(own["idle_cpu_percent"])
+        rows.append(row)
+    print_table(rows)
+    print("\nrounds that emitted 1, 2, 3 ... tokens")
+    lengths = [own["acceptance_length_counts"] for own in report.values()]
+    most = max(map(len, lengths))
+    print_table(
+        [
+            {"": name, **{str(n + 1): str(c) for n, c in enumerate([*own, *[0] * most][:most])}}
+            for name, own in zip(report, lengths, strict=True)
+        ]
+    )
+    print()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
