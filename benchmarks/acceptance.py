@@ -1,16 +1,16 @@
 """How many tokens a round of a draft yields (tau), through three processes that serve.
 
-    python benchmarks/acceptance.py --prompts FILE [--draft-counts 3,5,7]
-    python benchmarks/acceptance.py --prompts FILE --draft dflash [--temperature 0.7]
-    python benchmarks/acceptance.py --prompts FILE --draft-model FOLDER
+    python benchmarks/acceptance.py --prompts FILE [--draft-counts 3,5,7] [--temperatures 0,0.7]
+    python benchmarks/acceptance.py --prompts FILE --draft dflash
+    python benchmarks/acceptance.py --prompts FILE --draft FOLDER
 
 FILE is JSONL with `prompt` (a message of a chat) or `prompt_ids` a line, and `class` if it likes.
-Each prompt is answered once a K through the three processes, until the model's own end token or
-`--max-tokens`. tau counts every answer's tokens after the first over its rounds, pooled over all
-answers: the prefill bonus is free. It is told by class too, and without answers that loop.
-`splitspec train evaluate` counts the same in one process, and by position.
+Each prompt is answered once a temperature and K through the three processes, until the model's own
+end token or `--max-tokens`. tau counts every answer's tokens after the first over its rounds,
+pooled over all answers: the prefill bonus is free. It is told by class too, and without answers
+that loop. `splitspec train evaluate` counts the same in one process.
 
-Prints a table for people, then one JSON line.
+Prints tables for people, then one JSON line.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,9 +31,10 @@ from typing import Any
 import grpc
 
 from coordinator.launch import Child, ServiceCommand, ServiceFailed, new_log_dir, services
-from coordinator.run import MAX_DRAFT_COUNT
+from coordinator.run import MAX_DRAFT_COUNT, Waiting
 from drafter_service.training import answers as measured
-from drafter_service.training.answers import Prompt, print_table, read_prompts, report_row
+from drafter_service.training.answers import Prompt, print_results, read_prompts
+from drafter_service.training.evaluate_config import parse_counts, parse_temperatures
 from splitspec.channels import CLIENT_OPTIONS
 from splitspec.drafts import MODEL_METHODS, find_draft
 from splitspec.errors import UserError
@@ -64,8 +66,9 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """One K's answers."""
+    """The answers of one temperature and K."""
 
+    temperature: float
     draft_count: int
     answers: list[Answer]
     seconds: float
@@ -81,8 +84,10 @@ class Tally:
                 counts[index] += count
         counted = measured.report([answer.measured() for answer in self.answers])
         return {
+            "temperature": self.temperature,
             "draft_count": self.draft_count,
             **counted,
+            "acceptance": _by_position(counts),
             "target_only_rounds": sum(cost.target_only_round_count for cost in costs),
             "drafted": drafted,
             "accepted": accepted,
@@ -98,26 +103,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     tallies = []
     with (
         tempfile.TemporaryDirectory(prefix="splitspec-") as sockets,
+        Waiting() as waiting,
         services(
             _commands(args, Path(sockets)),
             log_dir=new_log_dir(args.cache_dir),
             timeout_seconds=READY_SECONDS,
-            on_wait=_Progress().show,
+            on_wait=waiting.show,
         ) as children,
         grpc.insecure_channel(children[-1].command.address, CLIENT_OPTIONS) as channel,
     ):
+        waiting.stop()
         stub = generation_pb2_grpc.GenerationStub(channel)
         warm = argparse.Namespace(**{**vars(args), "max_tokens": 8})
-        _answer_all(stub, warm, prompts[: args.sessions], args.draft_counts[0])
-        for draft_count in args.draft_counts:
-            tallies.append(_answer_all(stub, args, prompts, draft_count))
+        _answer_all(stub, warm, prompts[: args.sessions], 0.0, args.draft_counts[0])
+        for temperature, draft_count in product(args.temperatures, args.draft_counts):
+            tallies.append(_answer_all(stub, args, prompts, temperature, draft_count))
             _check_alive(children)
             print(_line(tallies[-1].report()), file=sys.stderr)
     reports = [tally.report() for tally in tallies]
-    texts = [[answer.token_ids for answer in tally.answers] for tally in tallies]
-    _print_tables(reports)
-    print(json.dumps({**_settings(args, len(prompts)), **_differing(texts), "by_k": reports}))
+    print_results(reports)
+    print(json.dumps({**_settings(args, len(prompts)), **_differing(tallies), "results": reports}))
     return 0
+
+
+def _by_position(counts: Sequence[int]) -> list[float | None]:
+    """Return how often the draft token at each position stood, given that those before it did.
+
+    A round that drafted fewer than K tokens, as the last ones of an answer, counts as if the next
+    one had been wrong: `splitspec train evaluate`, which leaves it out, tells a little more.
+
+    Args:
+        counts: rounds by accepted tokens, from 0.
+    """
+    reached = [sum(counts[accepted:]) for accepted in range(len(counts))]
+    return [round(one / before, 4) if before else None for before, one in pairwise(reached)]
 
 
 def _check_alive(children: Sequence[Child]) -> None:
@@ -131,9 +150,10 @@ def _answer_all(
     stub: generation_pb2_grpc.GenerationStub,
     args: argparse.Namespace,
     prompts: Sequence[Prompt],
+    temperature: float,
     draft_count: int,
 ) -> Tally:
-    ask = partial(_ask, stub, args, draft_count)
+    ask = partial(_ask, stub, args, temperature, draft_count)
     started = perf_counter()
 
     def in_time(index: int) -> Answer | None:
@@ -146,20 +166,24 @@ def _answer_all(
     if not answers:
         raise UserError(f"--time-limit {args.time_limit} leaves no answer")
     return Tally(
-        draft_count=draft_count, answers=answers, seconds=max(1e-9, perf_counter() - started)
+        temperature=temperature,
+        draft_count=draft_count,
+        answers=answers,
+        seconds=max(1e-9, perf_counter() - started),
     )
 
 
 def _ask(
     stub: generation_pb2_grpc.GenerationStub,
     args: argparse.Namespace,
+    temperature: float,
     draft_count: int,
     prompt: Prompt,
 ) -> Answer:
     """Answer one prompt; its place in the file is its seed, whatever K is."""
     request = generation_pb2.GenerateRequest(
         sampling=sampling_pb2.SamplingParameters(
-            temperature=args.temperature, top_p=args.top_p, seed=prompt.seed
+            temperature=temperature, top_p=args.top_p, seed=prompt.seed
         ),
         max_tokens=args.max_tokens,
         draft_count=draft_count,
@@ -242,48 +266,27 @@ def _draft_flags(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-class _Progress:
-    """Says once what is waited for, and then each new line that it logs."""
-
-    def __init__(self) -> None:
-        self._said = ""
-
-    def show(self, name: str, line: str) -> None:
-        """Show a service's newest log line."""
-        if line and line != self._said:
-            self._said = line
-            print(f"{name}: {line[:150]}", file=sys.stderr)
-
-
 def _settings(args: argparse.Namespace, prompt_count: int) -> dict[str, object]:
-    hidden = {"prompts", "cache_dir", "draft_counts", "prompt_count"}
+    hidden = {"prompts", "cache_dir", "prompt_count"}
     given = {name: value for name, value in vars(args).items() if name not in hidden}
     given["prompt_file"] = args.prompts.name
     given["draft_model"] = None if args.draft_model is None else args.draft_model.name
     return {"benchmark": "acceptance", "prompts": prompt_count, **given}
 
 
-def _differing(texts: Sequence[Sequence[Sequence[int]]]) -> dict[str, int]:
+def _differing(tallies: Sequence[Tally]) -> dict[str, int]:
     """Count prompts whose answers are not the same for every K: 0 by law L4, bf16 apart."""
-    by_prompt = zip(*texts, strict=False)  # a time limit may have left some unasked
-    return {"differing_answers": sum(len({tuple(ids) for ids in one}) > 1 for one in by_prompt)}
+    texts: dict[tuple[float, int], set[tuple[int, ...]]] = {}
+    for tally in tallies:
+        for answer in tally.answers:
+            own = texts.setdefault((tally.temperature, answer.prompt.line), set())
+            own.add(tuple(answer.token_ids))
+    return {"differing_answers": sum(len(own) > 1 for own in texts.values())}
 
 
 def _line(report: dict[str, Any]) -> str:
-    keys = ("draft_count", "answers", "tau", "rounds", "drafted", "accepted", "tokens_per_second")
+    keys = ("temperature", "draft_count", "answers", "tau", "drafted", "tokens_per_second")
     return "  ".join(f"{key} {report[key]}" for key in keys)
-
-
-def _print_tables(reports: Sequence[dict[str, Any]]) -> None:
-    for key in reports[0]:
-        if key not in ("no_loop", "by_class"):
-            print(f"{key:28}" + "".join(f"{report[key]!s:>30}" for report in reports))
-    print()
-    print_table([{"K": str(report["draft_count"]), **report_row(report)} for report in reports])
-
-
-def _counts(value: str) -> list[int]:
-    return [int(part) for part in value.split(",")]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -295,10 +298,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="pulled model, or a folder")
     parser.add_argument("--draft", default=None, help="auto, eagle3, dflash, ngram or a folder")
     parser.add_argument("--draft-model", type=Path, default=None, help="the draft's folder")
-    parser.add_argument("--draft-counts", type=_counts, default=[3, 5, 7], help="K, with commas")
+    parser.add_argument("--draft-counts", default="3,5,7", help="K, with commas")
     parser.add_argument("--draft-sampling", default=None, help="argmax or coupled")
     parser.add_argument("--block-length", type=int, default=None, help="dflash: slots of a block")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperatures", default="0", help="with commas; 0 is greedy")
     parser.add_argument("--top-p", type=float, default=None)
     parser.add_argument("--max-tokens", type=int, default=240)
     parser.add_argument("--max-context-length", type=int, default=1024)
@@ -318,6 +321,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR)
     args = parser.parse_args(argv)
     args.cache_dir = args.cache_dir.expanduser()
+    args.draft_counts = parse_counts(args.draft_counts)
+    args.temperatures = parse_temperatures(args.temperatures)
     found = find_draft(args.draft or "auto", args.draft_model, target=args.model)
     args.draft, args.draft_model = found.method, found.folder
     if args.draft == "none":

@@ -170,6 +170,34 @@ def report_row(content: dict[str, Any]) -> dict[str, str]:
     return cells | {name: _cell(own["tau"]) for name, own in content["by_class"].items()}
 
 
+def print_results(results: Sequence[dict[str, Any]]) -> None:
+    """Print tables for people: tau, tau without answers that loop, and acceptance by position.
+
+    Args:
+        results: one for each temperature and K: both, a `report`, and `acceptance`, the shares of
+            draft tokens that stood by position, which may be fewer than K.
+    """
+    rows = [{"T": f"{one['temperature']:g}", "K": str(one["draft_count"])} for one in results]
+    print_table([row | report_row(one) for row, one in zip(rows, results, strict=True)])
+    print("\nwithout answers that loop")
+    print_table([row | _steady_row(one) for row, one in zip(rows, results, strict=True)])
+    print("\nacceptance by position, given that those before it were accepted")
+    positions = range(max(one["draft_count"] for one in results))
+    print_table(
+        [
+            row | {str(n + 1): _cell(dict(enumerate(one["acceptance"])).get(n)) for n in positions}
+            for row, one in zip(rows, results, strict=True)
+        ]
+    )
+
+
+def _steady_row(content: dict[str, Any]) -> dict[str, str]:
+    steady = {name: own["no_loop"] for name, own in content["by_class"].items()}
+    all_steady = content["no_loop"]
+    cells = {"answers": str(all_steady["answers"]), "tau": _cell(all_steady["tau"])}
+    return cells | {name: f"{_cell(own['tau'])} ({own['answers']})" for name, own in steady.items()}
+
+
 def print_table(rows: Sequence[dict[str, str]]) -> None:
     """Print rows that have the same keys, their columns as wide as what is in them."""
     columns = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
@@ -178,5 +206,5 @@ def print_table(rows: Sequence[dict[str, str]]) -> None:
         print("  ".join(f"{row[name]:>{width}}" for name, width in columns.items()))
 
 
-def _cell(tau: float | None) -> str:
-    return "-" if tau is None else f"{tau:.3f}"
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from drafter_service.config import METHODS, DrafterConfig
 from drafter_service.drafter import Drafter, DraftSampling
-from drafter_service.training.answers import Prompt, print_table, read_prompts, report, report_row
+from drafter_service.training.answers import Prompt, read_prompts, report
 from drafter_service.training.chain import Chain, Outcome, Question
 from drafter_service.training.chat_text import ChatText
 from drafter_service.training.evaluate_config import EvaluateConfig
@@ -120,19 +120,6 @@ def acceptance_by_position(outcomes: Sequence[Outcome], draft_count: int) -> lis
         stood = sum(accepted >= position for _, accepted in rounds)
         shares.append(round(stood / came, 4) if came else None)
     return shares
-
-
-def print_results(results: Sequence[dict[str, Any]]) -> None:
-    """Print two tables for people: tau, and acceptance by position."""
-    rows = [{"T": f"{one['temperature']:g}", "K": str(one["draft_count"])} for one in results]
-    print_table([row | report_row(one) for row, one in zip(rows, results, strict=True)])
-    most = max(one["draft_count"] for one in results)
-    print("\nacceptance by position, given that those before it were accepted")
-    for row, one in zip(rows, results, strict=True):
-        for position in range(most):
-            share = dict(enumerate(one["acceptance"])).get(position)
-            row[str(position + 1)] = "-" if share is None else f"{share:.3f}"
-    print_table(rows)
 
 
 def draft_method(folder: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from drafter_service.training.answers import print_results
 from drafter_service.training.evaluate_config import (
     EvaluateConfig,
     parse_counts,
@@ -84,10 +85,10 @@ def evaluate(
         out=out,
         cache_dir=cache_dir,
     )
-    from drafter_service.training import evaluate as measured
+    from drafter_service.training.evaluate import evaluate as measure
 
-    result = measured.evaluate(config)
-    measured.print_results(result["results"])
+    result = measure(config)
+    print_results(result["results"])
     typer.echo(json.dumps(result))
     if config.out is not None:
         config.out.expanduser().write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

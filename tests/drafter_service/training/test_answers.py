@@ -16,6 +16,7 @@ from drafter_service.training.answers import (
     Answer,
     figures,
     loop_share,
+    print_results,
     print_table,
     read_prompts,
     report,
@@ -105,6 +106,19 @@ def test_a_table_shows_both_taus_and_a_dash_where_there_was_no_round(
     header, row = capsys.readouterr().out.splitlines()
     assert header.split() == ["answers", "tau", "no", "loop", "maths", "chat"]
     assert row.split() == ["2", "3.000", "3.000", "(2)", "3.000", "-"]
+
+
+def test_the_tables_of_results_tell_each_class_without_its_loops(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answers = [answer("a", 11, 5), answer("a", 41, 5, loops=True), answer("b", 41, 5, loops=True)]
+    told = {"temperature": 0.7, "draft_count": 2, **report(answers), "acceptance": [0.5]}
+    print_results([told])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["0.7", "2", "3", "6.000", "2.000", "(1)", "5.000", "8.000"]
+    assert lines[4] == ["T", "K", "answers", "tau", "a", "b"]
+    assert lines[5] == ["0.7", "2", "1", "2.000", "2.000", "(1)", "-", "(0)"]
+    assert lines[8:] == [["T", "K", "1", "2"], ["0.7", "2", "0.500", "-"]]
 
 
 def write(folder: Path, *lines: Any) -> Path:

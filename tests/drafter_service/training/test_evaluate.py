@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from drafter_service.training.evaluate import draft_method, evaluate, print_results
+from drafter_service.training.answers import print_results
+from drafter_service.training.evaluate import draft_method, evaluate
 from drafter_service.training.evaluate_config import (
     EvaluateConfig,
     parse_counts,
@@ -128,9 +129,10 @@ def test_the_tables_have_a_row_for_each_temperature_and_k(
     assert [line[:4] for line in lines[1:5]] == [
         [t, k, "4", f"{int(k) + 1}.000"] for t in ("0", "0.7") for k in ("1", "3")
     ]
-    assert lines[7] == ["T", "K", "1", "2", "3"]
-    assert lines[8] == ["0", "1", "1.000", "-", "-"]
-    assert lines[9] == ["0", "3", "1.000", "1.000", "1.000"]
+    assert lines[7] == ["T", "K", "answers", "tau", "maths", "chat"]
+    assert lines[14] == ["T", "K", "1", "2", "3"]
+    assert lines[15] == ["0", "1", "1.000", "-", "-"]
+    assert lines[16] == ["0", "3", "1.000", "1.000", "1.000"]
 
 
 def test_the_answer_ends_where_the_context_does(folder: Path) -> None:
