@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,19 +15,30 @@ from drafter_service.training.evaluate_config import (
     parse_counts,
     parse_temperatures,
 )
+from graph_runtime.model_files import named_model_hash
 from splitspec.commands import flag
+from splitspec.drafts import AUTO, MODEL_METHODS, find_draft
+from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
 
 CONFIG = EvaluateConfig
 
 
 def evaluate(
-    draft_model: Annotated[
-        Path, flag("draft-model", "Folder of the draft's checkpoint, of either method.")
-    ],
     prompts: Annotated[
         Path, flag("prompts", "JSONL with prompt or prompt_ids, and maybe class, a line.")
     ],
+    draft: Annotated[
+        str,
+        flag(
+            "draft",
+            "eagle3 or dflash: the trained draft that ships for the target; auto: the better one "
+            "of them; or a draft's folder.",
+        ),
+    ] = AUTO,
+    draft_model: Annotated[
+        Path | None, flag("draft-model", "A draft's folder, in place of one that ships.")
+    ] = None,
     target: Annotated[
         str, flag("target", "A pulled model's name, or an HF-layout folder.")
     ] = CONFIG.target,
@@ -65,7 +77,7 @@ def evaluate(
     one JSON line.
     """
     config = EvaluateConfig(
-        draft_model=draft_model,
+        draft_model=_folder(draft, draft_model, target, cache_dir),
         prompts=prompts,
         target=target,
         prompt_count=prompt_count,
@@ -92,3 +104,21 @@ def evaluate(
     typer.echo(json.dumps(result))
     if config.out is not None:
         config.out.expanduser().write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _folder(draft: str, draft_model: Path | None, target: str, cache_dir: Path) -> Path:
+    """Return the checkpoint's folder that `--draft` and `--draft-model` mean.
+
+    Raises:
+        UserError: they mean none, or a method that has none.
+    """
+    if draft == AUTO and draft_model is not None:
+        return draft_model  # its tensors tell its method, where config.json does not
+    target_hash = partial(named_model_hash, target, cache_dir)
+    named = find_draft(draft, draft_model, target=target, target_hash=target_hash)
+    if named.folder is None or named.method not in MODEL_METHODS:
+        raise UserError(
+            f"--draft {draft} is {named.method} for {target!r}, which has no checkpoint to "
+            "evaluate; name a draft's folder"
+        )
+    return named.folder

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from drafter_service.training.answers import print_results
+from drafter_service.training.commands.evaluate import evaluate as command
 from drafter_service.training.evaluate import draft_method, evaluate
 from drafter_service.training.evaluate_config import (
     EvaluateConfig,
@@ -247,7 +248,7 @@ def test_the_command_prints_tables_and_one_json_line_last_and_writes_it(
     out = tmp_path / "figures.json"
     done = run(
         folder,
-        *("--draft-model", str(folder / "head"), "--prompts", str(folder / "prompts.jsonl")),
+        *("--draft", str(folder / "head"), "--prompts", str(folder / "prompts.jsonl")),
         *("--runtime", "torch", "--draft-runtime", "torch", "--max-context-length", "128"),
         *("--draft-counts", "3", "--temperatures", "0,1", "--max-tokens", "9"),
         *("--out", str(out), "--threads", "1"),
@@ -268,3 +269,22 @@ def test_the_command_tells_a_mistake_in_one_line(folder: Path) -> None:
     assert done.stderr.startswith("error: ")
     assert "broken.jsonl:2" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ("ngram", "--draft ngram is ngram for "),
+        ("auto", "--draft auto is ngram for "),
+        ("eagel3", "--draft 'eagel3' is neither a folder nor one of ngram, eagle3, dflash"),
+        ("dflash", "--draft dflash: no such trained draft ships for "),
+        ("copy", "states no drafting method"),
+    ],
+)
+def test_a_draft_without_a_checkpoint_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, draft: str, said: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError) as caught:
+        command(prompts=folder / "prompts.jsonl", draft=draft, target=str(folder / "copy"))
+    assert said in str(caught.value)
