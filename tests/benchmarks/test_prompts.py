@@ -47,7 +47,7 @@ def test_no_held_out_prompt_can_come_from_a_training_seed() -> None:
     seeds = {text for seed in range(3) for text in built_in_seeds(seed)}
     seen = {run for text in seeds for run in runs(text)}
     for prompt in texts("held_out.jsonl"):
-        assert prompt not in seeds
+        assert not any(seed.lower() in prompt.lower() for seed in seeds), prompt
         assert not runs(prompt) & seen, prompt
 
 

@@ -286,5 +286,10 @@ def test_a_draft_without_a_checkpoint_is_refused(
 ) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(UserError) as caught:
-        command(prompts=folder / "prompts.jsonl", draft=draft, target=str(folder / "copy"))
+        command(
+            prompts=folder / "prompts.jsonl",
+            draft=draft,
+            target=str(folder / "copy"),
+            cache_dir=folder / "cache",
+        )
     assert said in str(caught.value)
