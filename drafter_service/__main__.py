@@ -1,4 +1,4 @@
-"""The drafter's commands: `python -m drafter_service serve`, `export eagle3`, `export dflash`.
+"""The drafter's commands: `python -m drafter_service serve`, `export ...`, `train ...`.
 
 The environment is read only here.
 """
@@ -16,6 +16,7 @@ import typer
 
 from drafter_service.config import METHODS, DrafterConfig
 from drafter_service.server import serve_drafter
+from drafter_service.training.commands import build_app as build_training
 from graph_runtime.model_files import named_model_hash
 from splitspec.commands import flag, parse_tap_layers, run_app
 from splitspec.drafts import NamedDraft, find_draft
@@ -26,6 +27,7 @@ logger = logging.getLogger("drafter_service")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 export = typer.Typer(help="Lower a draft to an ExecuTorch program.")
 app.add_typer(export, name="export")
+app.add_typer(build_training(), name="train")
 CONFIG = DrafterConfig()
 
 DraftModel = Annotated[

@@ -116,8 +116,9 @@ class Features:
 
     def batches(self, rows: torch.Tensor) -> Iterator[Batch]:
         """Yield the batches of any of the text's rows, computed as they are asked for."""
-        for part in rows.split(min(8, self._forward_rows())):
-            yield self._compute(part)
+        at_once = min(8, self._forward_rows())
+        for first in range(0, len(rows), at_once):
+            yield self._compute(rows[first : first + at_once])
 
     def _compute(self, rows: torch.Tensor) -> Batch:
         tokens = self.text.tokens[rows].to(self.device).long()

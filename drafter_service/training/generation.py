@@ -63,6 +63,7 @@ class RowWriter:
         self._is_forced = torch.zeros(rows, length + margin, dtype=torch.bool, device=device)
         self._answering = torch.zeros(rows, dtype=torch.bool, device=device)
         self._temperatures = torch.zeros(rows, device=device)
+        self._user_temperature = torch.tensor(USER_TEMPERATURE, device=device)
         self._generator = torch.Generator(device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if device.type == "cuda":
@@ -143,7 +144,7 @@ class RowWriter:
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Return argmax(logits + T * Gumbel noise) [B] int64 of logits [B, V] float32."""
-        temperatures = torch.where(self._answering, self._temperatures, USER_TEMPERATURE)
+        temperatures = torch.where(self._answering, self._temperatures, self._user_temperature)
         noise = torch.rand(logits.shape, generator=self._generator, device=logits.device)
         noise.clamp_(min=_LEAST_UNIFORM).log_().neg_().log_().neg_()
         return noise.mul_(temperatures[:, None]).add_(logits).argmax(dim=-1)

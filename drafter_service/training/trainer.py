@@ -141,6 +141,8 @@ class _Training:
             self._step += 1
             if self._step % EMA_STEPS == 0:
                 step.average(self._step)
+            if self._is_late(began):
+                break
         sums = step.read()
         self._seconds += time.monotonic() - began
         if sums.first_bad_step is not None:
@@ -164,6 +166,16 @@ class _Training:
             return self._step / self._config.steps
         assert self._config.seconds is not None
         return self._seconds / self._config.seconds
+
+    def _is_late(self, began: float) -> bool:
+        """Return whether steps since `began` spent the rest of the budget of seconds.
+
+        Known between two looks on a CPU only, where a step has run when it returns.
+        """
+        seconds = self._config.seconds
+        if seconds is None or self._features.device.type != "cpu":
+            return False
+        return self._seconds + time.monotonic() - began >= seconds
 
     def _load_portion(self) -> None:
         """Compute the features of the rows that the next step takes, unless they are there."""

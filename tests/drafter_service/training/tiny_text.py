@@ -1,4 +1,4 @@
-"""A tiny target and text of its own, made by the plainest loop: what the trainer's tests train on."""
+"""A tiny target and greedy text of its own, made by the plainest loop."""
 
 from __future__ import annotations
 
