@@ -169,4 +169,5 @@ def _provenance(
         opening_length=len(turns.opening),
         user_end_token=turns.user_end,
         parameters=parameters,
+        filters=config.filters,
     )

@@ -1,4 +1,4 @@
-"""What `splitspec train rollouts` takes: one frozen object, validated at birth; needs no torch."""
+"""What `splitspec train rollouts` takes: frozen objects, validated at birth; needs no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,27 @@ from splitspec.errors import UserError
 from splitspec.folders import DEFAULT_CACHE_DIR
 
 PRECISIONS = ("fp32", "bf16", "8da8w")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFilters:
+    """What a row must be like; the flags of `train rollouts` have the same names and defaults.
+
+    Raises:
+        UserError: a value is out of its range; names the flag and the range.
+    """
+
+    min_answer_tokens: int = 32
+    """Fewer tokens that the target chose in assistant turns: the row is short."""
+    max_loop_share: float = 0.5
+    """A larger share of those tokens in a repeated 8-gram: the row is looping."""
+    held_out_share: float = 0.01
+    """Of first user turns, by their hash."""
+
+    def __post_init__(self) -> None:
+        check_range("--min-answer-tokens", self.min_answer_tokens, 0, 2**20)
+        check_range("--max-loop-share", self.max_loop_share, 0.0, 1.0)
+        check_range("--held-out-share", self.held_out_share, 0.0, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +58,8 @@ class RolloutsConfig:
     """A file of instructions, one a line; None: the built-in ones."""
     seeded_share: float = 0.4
     """Of rows that begin with an instruction; the target writes the others' first turn too."""
+    filters: RowFilters = RowFilters()
+    """A flag each. Text that is there need not be written again for others."""
     cache_dir: Path = DEFAULT_CACHE_DIR
 
     def __post_init__(self) -> None:

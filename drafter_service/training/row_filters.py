@@ -9,34 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from splitspec.commands import check_range
+from drafter_service.training.rollouts_config import RowFilters
 
 LOOP_GRAM = 8
 """Tokens that must come again to count as a repeat."""
 ANSWER_KEY = 64
 """Answer tokens that tell two rows apart that begin with the same user turn."""
 _ROWS_AT_ONCE = 2048
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowFilters:
-    """What a row must be like.
-
-    Raises:
-        UserError: a value is out of its range.
-    """
-
-    min_answer_tokens: int = 32
-    """Fewer tokens that the target chose in assistant turns: the row is short."""
-    max_loop_share: float = 0.5
-    """A larger share of those tokens in a repeated 8-gram: the row is looping."""
-    held_out_share: float = 0.01
-    """Of first user turns, by their hash."""
-
-    def __post_init__(self) -> None:
-        check_range("min_answer_tokens", self.min_answer_tokens, 0, 2**20)
-        check_range("max_loop_share", self.max_loop_share, 0.0, 1.0)
-        check_range("held_out_share", self.held_out_share, 0.0, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from drafter_service.training.row_filters import RowFilters, Selection, select
+from drafter_service.training.rollouts_config import RowFilters
+from drafter_service.training.row_filters import Selection, select
 from splitspec.errors import UserError
 
 FORMAT_VERSION = 1
@@ -41,6 +42,8 @@ class Provenance:
     """The token that ends a user turn."""
     parameters: Mapping[str, Any]
     """Of the run, by name, as JSON has them: the seed and all that shapes a pass."""
+    filters: RowFilters = field(default_factory=RowFilters)
+    """What of the text is used; they shape no pass, so a later run may have others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +80,15 @@ class Rollouts:
 def start_rollouts(folder: Path, provenance: Provenance) -> int:
     """Make `folder`, or continue what is in it; return how many passes are there.
 
+    The filters of a folder that is there become `provenance`'s.
+
     Raises:
         UserError: it cannot be written, holds something else, or was made by another target or
             with other parameters: names the first that differs and both values.
     """
     if (folder / _DESCRIPTION).is_file():
         _check_same(folder, read_provenance(folder), provenance)
+        _write_description(folder, _as_json(provenance))
         return len(_pass_files(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,15 +132,12 @@ def finish_rollouts(folder: Path, rollouts: Rollouts) -> None:
     _write_description(folder, {**_as_json(rollouts.provenance), "counts": counts})
 
 
-def open_rollouts(
-    folder: Path, *, model_hash: str | None = None, filters: RowFilters | None = None
-) -> Rollouts:
+def open_rollouts(folder: Path, *, model_hash: str | None = None) -> Rollouts:
     """Read all passes of `folder` and choose rows.
 
     Args:
         folder: what `splitspec train rollouts` wrote.
         model_hash: of the target that must have written the text; None: any.
-        filters: None: the default ones.
 
     Raises:
         UserError: no rollouts folder, one of another target, a damaged file, or no row is kept;
@@ -159,7 +162,7 @@ def open_rollouts(
         roles,
         opening_length=provenance.opening_length,
         user_end_token=provenance.user_end_token,
-        filters=filters or RowFilters(),
+        filters=provenance.filters,
     )
     if not len(selection.training_rows):
         raise UserError(f"{folder}: the filters keep no row to train on: {dict(selection.counts)}")
@@ -190,13 +193,28 @@ def read_provenance(folder: Path) -> Provenance:
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format_version is {version!r}; expected {FORMAT_VERSION}")
-    fields: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, kind in _KINDS.items():
         value = content.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise UserError(f"{path}: {name} is {value!r}; expected {kind.__name__}")
-        fields[name] = value
-    return Provenance(**fields)
+        found[name] = value
+    return Provenance(**found, filters=_read_filters(path, content.get("filters")))
+
+
+def _read_filters(path: Path, content: object) -> RowFilters:
+    """Return the filters that rollouts.json states.
+
+    Raises:
+        UserError: it states none, or what they do not allow.
+    """
+    names = {one.name for one in fields(RowFilters)}
+    if not isinstance(content, dict) or set(content) != names:
+        raise UserError(f"{path}: filters is {content!r}; expected {', '.join(sorted(names))}")
+    for name, value in content.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UserError(f"{path}: filters.{name} is {value!r}; expected a number")
+    return RowFilters(**content)
 
 
 _KINDS: dict[str, type] = {

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from drafter_service.training.rollouts_config import RolloutsConfig
+from drafter_service.training.rollouts_config import RolloutsConfig, RowFilters
 from splitspec.commands import flag
 
 CONFIG = RolloutsConfig()
+FILTERS = CONFIG.filters
 
 
 def rollouts(
@@ -33,6 +34,15 @@ def rollouts(
     seeded_share: Annotated[
         float, flag("seeded-share", "Of rows that begin with an instruction.")
     ] = CONFIG.seeded_share,
+    min_answer_tokens: Annotated[
+        int, flag("min-answer-tokens", "Rows with fewer tokens in answers are not used.")
+    ] = FILTERS.min_answer_tokens,
+    max_loop_share: Annotated[
+        float, flag("max-loop-share", "Nor are rows that repeat more of their answers.")
+    ] = FILTERS.max_loop_share,
+    held_out_share: Annotated[
+        float, flag("held-out-share", "Of first user turns that no training sees.")
+    ] = FILTERS.held_out_share,
     cache_dir: Annotated[
         Path, flag("cache-dir", "Where models and programs are kept.")
     ] = CONFIG.cache_dir,
@@ -49,6 +59,11 @@ def rollouts(
         precision=precision,
         seeds=seeds,
         seeded_share=seeded_share,
+        filters=RowFilters(
+            min_answer_tokens=min_answer_tokens,
+            max_loop_share=max_loop_share,
+            held_out_share=held_out_share,
+        ),
         cache_dir=cache_dir,
     )
     from drafter_service.training.rollouts import write_rollouts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -174,11 +174,10 @@ def test_the_command_has_a_flag_a_field_and_prints_the_counts(config: RolloutsCo
     app = typer.Typer()
     app.command()(command)
     arguments = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if value is not None:
-            shown = 1 if field.name == "passes" else value
-            arguments += ["--" + field.name.replace("_", "-"), str(shown)]
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    for name, value in {**values, "passes": 1, **asdict(values.pop("filters"))}.items():
+        if value is not None and name != "filters":
+            arguments += ["--" + name.replace("_", "-"), str(value)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     counts = open_rollouts(config.out).counts

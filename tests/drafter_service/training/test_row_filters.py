@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from drafter_service.training.row_filters import LOOP_GRAM, RowFilters, loop_shares, select
+from drafter_service.training.rollouts_config import RowFilters
+from drafter_service.training.row_filters import LOOP_GRAM, loop_shares, select
 from splitspec.errors import UserError
 
 END = 2
@@ -94,6 +95,6 @@ def test_rows_shorter_than_a_gram_do_not_loop() -> None:
     ("name", "value"),
     [("min_answer_tokens", -1), ("max_loop_share", 1.5), ("held_out_share", float("nan"))],
 )
-def test_a_limit_out_of_its_range_is_refused_by_name(name: str, value: float) -> None:
-    with pytest.raises(UserError, match=name):
+def test_a_limit_out_of_its_range_is_refused_by_its_flag(name: str, value: float) -> None:
+    with pytest.raises(UserError, match="--" + name.replace("_", "-")):
         RowFilters(**{name: value})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from drafter_service.training.row_filters import RowFilters
+from drafter_service.training.rollouts_config import RowFilters
 from drafter_service.training.store import (
     Pass,
     Provenance,
@@ -29,6 +29,7 @@ PROVENANCE = Provenance(
     user_end_token=299,
     parameters={"seed": 1, "rows": 4},
 )
+FILTERS = asdict(RowFilters())
 FIRST = "pass-00000.safetensors"
 
 
@@ -64,9 +65,30 @@ def test_what_is_written_is_read(folder: Path) -> None:
     )
 
 
-def test_filters_can_be_given(folder: Path) -> None:
+def test_text_that_is_there_takes_other_filters(folder: Path) -> None:
+    stricter = replace(PROVENANCE, filters=RowFilters(min_answer_tokens=41))
+    assert start_rollouts(folder, stricter) == 2
     with pytest.raises(UserError, match=r"keep no row.*'short': 8"):
-        open_rollouts(folder, filters=RowFilters(min_answer_tokens=41))
+        open_rollouts(folder)
+    assert start_rollouts(folder, PROVENANCE) == 2
+    assert open_rollouts(folder).counts["short"] == 0
+
+
+@pytest.mark.parametrize(
+    ("filters", "said"),
+    [
+        (None, "filters is None; expected held_out_share, max_loop_share, min_answer_tokens"),
+        ({"max_loop_share": 0.5}, "expected held_out_share, max_loop_share, min_answer_tokens"),
+        ({**FILTERS, "max_loop_share": "half"}, r"filters\.max_loop_share is 'half'"),
+        ({**FILTERS, "max_loop_share": 7}, "--max-loop-share 7 is not in"),
+    ],
+)
+def test_filters_that_are_none_are_named(folder: Path, filters: object, said: str) -> None:
+    path = folder / "rollouts.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "filters": filters}))
+    with pytest.raises(UserError, match=said):
+        open_rollouts(folder)
 
 
 def test_a_folder_that_is_there_is_continued_after_its_last_pass(folder: Path) -> None:
